@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UsageError
 from kvtier.sizes import parse_size
 
 Options = argparse.Namespace
+DEMO_MODEL = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 
 
 class Arguments:
@@ -74,6 +76,14 @@ class Arguments:
             setattr(options, _name(flag), [parse_size(text, flag) for text in texts])
 
         self.check(read)
+
+    def model(self, beside: str = "") -> None:
+        """--model-path. beside: the files that have to lie beside the model's weights."""
+        about = "a model of the recall language"
+        with_files = f" with {beside} beside its weights" if beside else ""
+        self.add(
+            "--model-path", type=Path, default=DEMO_MODEL, metavar="DIR", help=about + with_files
+        )
 
     def other_defaults(self, flag: str, values: Mapping[str, Any]) -> None:
         """Set the defaults of other flags, by their names without dashes, where `flag` is given and

@@ -17,18 +17,20 @@ the kernels runs where there is torch and little else.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Arguments, Options
 from benchmarks.common.bars import Bar, all_met
-from benchmarks.common.environment import record_environment, require_gpu
+from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError, UsageError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,6 +124,34 @@ class Benchmark:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(document, indent=1) + "\n")
         return bars
+
+
+def record_environment(seed: int, *, gpu: bool = False) -> dict[str, Any]:
+    """Commit, versions, machine and seed; with gpu also the CUDA device that is measured."""
+    found = asdict(describe_environment(seed))
+    return found | (_device() if gpu else {})
+
+
+def require_gpu() -> None:
+    """Raises UsageError where there is no CUDA device, or no C compiler for Triton."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError("device", "a CUDA device", "none")
+    if (os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")) is None:
+        raise UsageError("CC", "a C compiler, for Triton (CC, cc or gcc)", "none")
+
+
+def _device() -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_properties(0)
+    return {
+        "device": device.name,
+        "memory_bytes": device.total_memory,
+        "multiprocessors": device.multi_processor_count,
+        "cuda": torch.version.cuda,
+    }
 
 
 __all__ = ["RESULTS", "ROOT", "Arguments", "Bar", "Benchmark", "Measured", "Options"]

@@ -8,7 +8,7 @@
     sessions   a hundred sessions over one prompt of 15,000 tokens, each with 200 of their own
 
 The same requests go one after the other through SGLang's own cache and kvtier's, where heads
-compete for a quarter of the entries (benchmarks/common/traffic.py). There is no tier; tokens are
+compete for a quarter of the entries (benchmarks/cost/traffic.py). There is no tier; tokens are
 random.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
-from benchmarks.common.traffic import Cost, Prompt, Traffic, declare, serve
+from benchmarks.cost.traffic import Cost, Prompt, Traffic, declare, serve
 from kvtier.sizes import format_bytes
 
 ARMS = ("full", "kvtier")
@@ -97,12 +97,7 @@ def judged(costs: Sequence[tuple[Cost, Cost]], traffic: Sequence[Traffic]) -> li
 
 
 BENCHMARK = Benchmark(
-    "cost.branches",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "branches.json",
-    seeded="of all tokens",
+    "cost.branches", __doc__, declare, run, out=RESULTS / "branches.json", seeded="of all tokens"
 )
 main = BENCHMARK.main
 

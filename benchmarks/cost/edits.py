@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
-from benchmarks.common.traffic import Cost, Prompt, Traffic, declare, plain, serve
+from benchmarks.cost.traffic import Cost, Prompt, Traffic, declare, plain, serve
 from kvtier.config import Settings
 
 # The arms by name: the bench's policy, and settings beside its own.
@@ -203,12 +203,7 @@ def judged(costs: Sequence[Cost], new: Sequence[int], looking: float) -> list[Ba
 
 
 BENCHMARK = Benchmark(
-    "cost.edits",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "edits.json",
-    seeded="of all tokens",
+    "cost.edits", __doc__, declare, run, out=RESULTS / "edits.json", seeded="of all tokens"
 )
 main = BENCHMARK.main
 

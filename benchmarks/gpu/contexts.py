@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.lists import Contexts, make_contexts
-from benchmarks.common.llama import DIM, GROUP, KV_HEADS, LAYERS, LOCALITY_ENTRIES, SCALE
+from benchmarks.gpu.lists import Contexts, make_contexts
+from benchmarks.gpu.llama import DIM, GROUP, KV_HEADS, LAYERS, LOCALITY_ENTRIES, SCALE
 from benchmarks.gpu.timing import graphed, seconds
 from kvtier_kernels import AttentionKernels
 

@@ -8,9 +8,8 @@ There, torch, Triton, transformers, numpy and a C compiler are taken for granted
 wheels of the versions in constraints.txt, unpacked, for the Python asked for. SGLang comes without
 what serves no language model. kvtier comes with its entry points, behind which the checkout's own
 code is found first. A stub stands for sglang-kernel, whose binary wants the newest torch
-(gpu/pack_stub.py says what that leaves out). A plugin of SGLang, whose code is the checkout's,
-stands for what a Llama computes by sglang-kernel (gpu/fused). Where sglang-kernel can be installed,
-do that instead: `pip install kvtier[sglang,tier]`.
+(gpu/pack_stub.py says what that leaves out); PyTorch computes what a Llama computes by it. Where
+sglang-kernel can be installed, do that instead: `pip install kvtier[sglang,tier]`.
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ OUT = ROOT / "out" / "gpu-pack.tar.gz"
 STUB = ROOT / "benchmarks" / "gpu" / "pack_stub.py"
 PLATFORMS = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2014", "1")
 PACKAGES = Path(__file__).with_name("pack.txt")
-PLUGIN = {
-    "METADATA": "Metadata-Version: 2.1\nName: kvtier-gpu-pack\nVersion: 0\n",
-    "entry_points.txt": "[sglang.srt.plugins]\nfused = benchmarks.gpu.fused.plugin:register\n",
-}
 # The parts of SGLang that are left out: pictures and films, and its own tests.
 TRIMMED = ("multimodal_gen", "test", "benchmark")
 ENVIRONMENT = """\
@@ -42,7 +37,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 checkout=$PWD:$PWD/kernels:$PWD/services:$PWD/sglang_patches
 export PYTHONPATH=$checkout:$here/site${PYTHONPATH:+:$PYTHONPATH}
 export SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
-export SGLANG_FORCE_FUSED_OP_BACKEND=plugin
+export SGLANG_FORCE_FUSED_OP_BACKEND=torch
 export SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
 export HF_HUB_OFFLINE=1
 python3 -W ignore -m compileall -q -j 0 "$here/site" || true
@@ -61,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         install(site, options.python)
         trim(site / "sglang")
         add_stub(site)
-        add_plugin(site)
         (pack / "environment.sh").write_text(ENVIRONMENT)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(options.out, "w:gz") as archive:
@@ -99,14 +93,6 @@ def add_stub(site: Path) -> None:
     target.mkdir()
     shutil.copy(STUB, target / "__init__.py")
     shutil.copy(Path(found.origin).parent / "scalar_type.py", target)
-
-
-def add_plugin(site: Path) -> None:
-    """Add the files by which SGLang finds its plugins."""
-    folder = site / "kvtier_gpu_pack-0.dist-info"
-    folder.mkdir()
-    for name, text in PLUGIN.items():
-        (folder / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Stands in for sglang-kernel where its binary does not load: beside a torch older than its own.
 
 Copied into a pack as `sgl_kernel/__init__.py` (benchmarks/gpu/pack.py). Every name is there, none
-can be called; SGLang computes a Llama without them under SGLANG_FORCE_FUSED_OP_BACKEND=plugin
-(benchmarks/gpu/fused).
+can be called; SGLang computes a Llama without them under SGLANG_FORCE_FUSED_OP_BACKEND=torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ this run, with the same requests:
 
 The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools). It
 has the medians of time to first token and time per output token of the later turns, and tokens per
-second over these turns. It has the parts of one step of decoding, from a profile of one more turn.
+second over these turns.
 With --equal-bytes each policy that compresses has a second engine, with as many sessions as go into
 the bytes that full KV takes for those of the first. Both engines' pools have slack beside these
 bytes: a chunk and 4096 slots. So what sessions hold between turns is compared, not the sizes of
@@ -44,7 +44,6 @@ from benchmarks.gpu.serving_plan import (
     make_plan,
     write_model,
 )
-from benchmarks.gpu.step_parts import lines, totals
 from kvtier.errors import BudgetError
 
 LOG_TAIL_CHARACTERS = 6000
@@ -98,7 +97,7 @@ def run(options: Options) -> Iterator[Measured]:
         for policy in options.policies if options.equal_bytes else ():
             policies[policy]["equal_bytes"] = serve_equal_bytes(options, policy, folder, policies)
             yield Measured(figures, make_bars(policies, options))
-    for line in (*lines(policies), *totals(policies)):
+    for line in totals(policies):
         print(line)
 
 
@@ -112,7 +111,7 @@ def serve_equal_bytes(
     except BudgetError as error:
         return {"failed": str(error)}
     if sessions == options.sessions:
-        return {key: value for key, value in policies[policy].items() if key != "step"}
+        return dict(policies[policy])
     found = serve(options, policy, folder, sessions)
     print(policy, "in the same bytes", in_short(found), flush=True)
     return found
@@ -143,8 +142,22 @@ def serve(
 
 def in_short(found: Mapping[str, Any]) -> str:
     """One policy's figures, or the end of its log, in a line."""
-    long = ("first_answers", "step")
-    return json.dumps({key: one for key, one in found.items() if key not in long})[-1500:]
+    return json.dumps(found)[-1500:]
+
+
+def totals(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A table: sessions, KV bytes and tokens per second, a row for each engine that served."""
+    rows = [("", "sessions", "KV, GB", "ms a token", "tokens a second")]
+    for policy, one in policies.items():
+        for name, found in ((policy, one), (f"{policy}, equal bytes", one.get("equal_bytes", {}))):
+            if "tpot_s" not in found:
+                continue
+            kv = found.get("kv_used_bytes")
+            rows.append((
+                name, str(found["sessions"]), "" if kv is None else f"{kv / 1e9:.3f}",
+                f"{1000 * found['tpot_s']:.2f}", f"{found['tokens_per_s']:.1f}",
+            ))  # fmt: skip
+    return [f"{name:30}" + "".join(f"{cell:>17}" for cell in cells) for name, *cells in rows]
 
 
 def make_bars(policies: Mapping[str, Mapping[str, Any]], options: Options) -> list[Bar]:
@@ -152,10 +165,6 @@ def make_bars(policies: Mapping[str, Mapping[str, Any]], options: Options) -> li
     bars = []
     for policy, one in policies.items():
         bars += _sound(policy, one)
-        # There are no steps in a profile on a CPU.
-        if "step" in one and not options.dry:
-            seen = one["step"].get("failed") or one["step"]["steps"]
-            bars.append(Bar(f"{policy}: a profile of steps", seen, one["step"].get("steps", 0) > 0))
         if "equal_bytes" not in one or policy not in COMPRESSING:
             continue
         name, equal = f"{policy}, equal bytes", one["equal_bytes"]

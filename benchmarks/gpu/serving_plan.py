@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.common.benchmark import ROOT, Options
 from benchmarks.common.remote import clean_environment
-from benchmarks.gpu.serving_worker import Load, Plan, Profile
+from benchmarks.gpu.serving_worker import Load, Plan
 from kvtier.config import Settings
 from kvtier.config.sections import ScorerSettings
 from kvtier.heads.model.config import model_shape
@@ -48,8 +48,6 @@ SHARE = 0.25
 # The spread of tokens' worth with their KV, and that between heads, where nothing was fitted.
 WORTH_SPREAD, APPETITE_SPREAD = 0.02, 1.2
 SLACK_TOKENS = 4096
-# QKV, attention's output, gate and up in one, down; and the logits.
-PRODUCTS_OF_A_LAYER = 4
 
 
 def model_config(options: Options) -> dict[str, Any]:
@@ -87,8 +85,8 @@ def write_model(options: Options, folder: Path) -> None:
 
 def make_plan(options: Options, policy: str, folder: Path, sessions: int | None = None) -> Plan:
     """Return what a policy's engine is started with, and the load, which is the same for all.
-    sessions: where they are not those asked for, but as many as go into their bytes; then no step
-    of decoding is looked at. folder: with the model, and for the trace of a step."""
+    sessions: where they are not those asked for, but as many as go into their bytes. folder:
+    with the model."""
     config = model_config(options)
     margin = int(MARGIN_SHARE * config["vocab_size"])
     load = Load(
@@ -101,17 +99,10 @@ def make_plan(options: Options, policy: str, folder: Path, sessions: int | None 
         ids=(margin, config["vocab_size"] - margin),
         seed=options.seed,
     )
-    profile = Profile(
-        folder=folder / f"{policy}-trace",
-        # No answer ends before so many steps.
-        steps=options.answer_tokens // 2,
-        products=PRODUCTS_OF_A_LAYER * config["num_hidden_layers"] + 1,
-        activity="CPU" if options.dry else "GPU",
-    )
     engine = engine_arguments(options, policy, folder)
     if sessions is not None:
         engine |= room_for(options, sessions, equal_pool(options, policy, folder).slots)
-    return Plan(engine=engine, load=load, profile=profile if sessions is None else None)
+    return Plan(engine=engine, load=load)
 
 
 def policy_settings(options: Options, policy: str, folder: Path) -> Settings:
@@ -212,8 +203,8 @@ def _itemsize(options: Options) -> int:
 
 
 def _turns_tokens(options: Options) -> int:
-    """Return the tokens of all turns of a session, and of the one that is profiled."""
-    return int((options.turns + 1) * (options.turn_tokens + options.answer_tokens))
+    """Return the tokens of all turns of a session."""
+    return int(options.turns * (options.turn_tokens + options.answer_tokens))
 
 
 def _session_tokens(options: Options) -> int:

@@ -53,6 +53,7 @@ SHARE_HELD, SHARE_READ = 0.35, 0.10
 OURS = ("memory", "states", "hybrid", "kept")
 # The shares of the prefix's KV that other choices keep, and those of the gated ways.
 SHARES = (0.2, 0.35)
+KEPT_SHARES, STATES = (0.05, 0.1, 0.2, 0.35), (256, 1024, 4096)
 MEMORY_SHARE, HYBRID_SHARE, FALL_BACK_SHARE = 0.2, 0.1, 0.05
 STATE_HEADS = 0.5
 # A prefix is computed in so many chunks, each without the others.
@@ -66,15 +67,6 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--held-out", 120, "requests of a family in the traces' wording")
     arguments.whole("--new-wording", 40, "of those in other wording")
     arguments.whole("--off-topic", 40, "requests that have nothing to do with it")
-    arguments.add(
-        "--ways", nargs="+", default=[""], metavar="NAME",
-        help="how the names of the ways begin that are compared beside `memory` (all)",
-    )  # fmt: skip
-    arguments.add("--entries", type=int, nargs="+", default=[64, 256, 1024], help="(%(default)s)")
-    arguments.add(
-        "--kept", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.35],
-        help="shares of the prefix's KV (%(default)s)",
-    )  # fmt: skip
 
 
 def run(options: Options) -> Iterator[Measured]:
@@ -113,16 +105,16 @@ def measure(
     asked = by_kind(traced.traces, kinds)
     kv = prefix_kv(model, traced.prefix_ids)
     making, judging = split(asked.pop("traces"), JUDGING_SHARE, options.seed)
-    recipes = wanted_recipes(options)
+    recipes = all_recipes()
     # States want the most of all that is compared.
-    most = max(recipes.values(), key=lambda recipe: recipe.state_heads, default=Recipe())
+    most = max(recipes.values(), key=lambda recipe: recipe.state_heads)
     made, judges = collected(model, kv, making, judging, most, progress)
     shape = shape_of(model)
     held = Held(kv, drawn_by_all(made, judges), (), model.dtype)
     compared = dict[str, Way]()
     for way, recipe in recipes.items():
         built = assemble(held.kv, made, judges, recipe, options.seed)
-        compared |= served(way, with_requeueing(model, built, judging), model.dtype, options)
+        compared |= served(way, with_requeueing(model, built, judging), model.dtype)
     compared |= kept(model, shape, held, traced.prefix_ids, options)
     chunk = -(-len(traced.prefix_ids) // CHUNKS)
     apart = prefix_kv(model, traced.prefix_ids, chunk_tokens=chunk)
@@ -131,13 +123,7 @@ def measure(
     compared[f"all KV, computed in {CHUNKS} chunks apart"] = Way(
         KeptPrefix(apart, everything), whole, whole
     )
-    compared = {way: one for way, one in compared.items() if wanted(way, options)}
     return rows(model, held, asked, compared, off_topic=OFF_TOPIC, progress=progress)
-
-
-def wanted(way: str, options: Options) -> bool:
-    """Return whether a way is to be compared."""
-    return way.startswith(("memory", NOTHING, *options.ways))
 
 
 def by_kind(
@@ -151,25 +137,25 @@ def by_kind(
     return found
 
 
-def wanted_recipes(options: Options) -> dict[str, Recipe]:
+def all_recipes() -> dict[str, Recipe]:
     """Return the recipes: kept KV behind a gate, states in all heads, and states in the half of
     them that they serve best."""
     recipes = {"memory": Recipe(kept_share=MEMORY_SHARE)}
-    for entries in options.entries:
+    for entries in STATES:
         states = Recipe(FALL_BACK_SHARE, entries, state_heads=1.0)
         recipes[f"states, {entries} entries"] = states
-    recipes[f"hybrid, {options.entries[-1]} entries"] = Recipe(
-        HYBRID_SHARE, options.entries[-1], state_heads=STATE_HEADS
+    recipes[f"hybrid, {STATES[-1]} entries"] = Recipe(
+        HYBRID_SHARE, STATES[-1], state_heads=STATE_HEADS
     )
-    return {way: recipe for way, recipe in recipes.items() if wanted(way, options)}
+    return recipes
 
 
-def served(way: str, built: Built, dtype: torch.dtype, options: Options) -> dict[str, Way]:
+def served(way: str, built: Built, dtype: torch.dtype) -> dict[str, Way]:
     """A memory with its gate, where requests begin again as a server has them do it, and, of the
     largest ones, without."""
     size, read = held_bytes(built.layers, dtype), read_bytes(built.layers, dtype, 0.0)
     ways = {way: Way(MemoryPrefix(built.layers), size, read, built.requeue_above)}
-    if way == "memory" or way.endswith(f" {options.entries[-1]} entries"):
+    if way == "memory" or way.endswith(f" {STATES[-1]} entries"):
         ways[f"{way}, no gate"] = Way(MemoryPrefix(built.layers, gated=False), size, read)
     return ways
 
@@ -181,7 +167,7 @@ def kept(
     rng = torch.Generator().manual_seed(options.seed)
     whole = exact_bytes(shape, len(prefix_ids), model.dtype)
     ways = {NOTHING: Way(NoPrefix(), 0, 0)}
-    for share in options.kept:
+    for share in KEPT_SHARES:
         ways[f"kept, {share:.0%}"] = kept_way(shape, held, held.drawn, round(share * whole))
     others: dict[str, Sequence[Tensor]] = {"kept by every head alike": held.drawn}
     for name in ("compactor", "keydiff"):

@@ -7,7 +7,8 @@ token.
     FOLDER/NAME.npz   "PRESS SHARE" -> numpy.packbits of bool [layers, kv_heads, tokens]
 
 Runs in an environment of its own (requirements.txt) and imports nothing of kvtier. A context is
-prefilled once, as run_kvpress.py does it; contexts whose file is there are left out. For presses
+prefilled once, exactly: a press that keeps everything records what kvpress's hooks hand over, and
+the others compress that. Contexts whose file is there are left out. For presses
 that mask entries instead of dropping them (KVzip, AdaKV) the mask is theirs; for the others it is
 found by looking up the keys that they return.
 """
@@ -16,20 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from run_kvpress import (  # type: ignore[import-not-found]
-    Recorded,
-    compression_ratio,
-    kept_tokens,
-    load_model,
-    prefill,
-    recording_press,
-)
 
 PRESSES = (
     "CompactorPress",
@@ -44,11 +38,55 @@ KVZIP = "KVzipPress"
 EVERY = (*PRESSES, RAGGED, KVZIP)
 
 
+def kept_tokens(share: float, context_tokens: int) -> int:
+    """Tokens every head keeps; a share is never undercut by rounding."""
+    return math.ceil(share * context_tokens - 1e-9)
+
+
+def compression_ratio(kept: int, context_tokens: int) -> float:
+    """The ratio at which kvpress's `int(n * (1 - ratio))` is exactly `kept`."""
+    return 0.0 if kept == context_tokens else 1 - (kept + 0.5) / context_tokens
+
+
+def recording_press(recorded: list[tuple[Any, ...]]) -> Any:
+    """A press that keeps everything and remembers, per layer, what kvpress's hook hands to it."""
+    import kvpress
+
+    def keep(*layer: Any) -> tuple[Any, Any]:
+        recorded.append(layer)
+        keys, values = layer[2], layer[3]
+        return keys, values
+
+    press = kvpress.BasePress()
+    press.compress = keep
+    return press
+
+
+def prefill(model: Any, context_ids: Any, press: Any) -> None:
+    """Compute `context_ids` `[1, tokens]`, compressed by `press`."""
+    from transformers import DynamicCache
+
+    with press(model):
+        model.model(input_ids=context_ids, past_key_values=DynamicCache(), use_cache=True)
+
+
+def load_model(path: Path) -> Any:
+    """The model in float32 with PyTorch's own attention, on one thread."""
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+
+
 def masks(model: Any, ids: Any, shares: Sequence[float], presses: Sequence[str]) -> dict[str, Any]:
     """The presses at all shares of one context."""
     import kvpress
 
-    recorded, found = Recorded(), {}
+    recorded: list[tuple[Any, ...]] = []
+    found = {}
     single = [name for name in presses if name != KVZIP]
     if single:
         prefill(model, ids, recording_press(recorded))
@@ -60,7 +98,7 @@ def masks(model: Any, ids: Any, shares: Sequence[float], presses: Sequence[str])
             press = getattr(kvpress, name.split()[-1])(compression_ratio=ratio)
             if name == RAGGED:
                 press = kvpress.AdaKVPress(press)
-            found[f"{name} {share}"] = np.stack([kept(press, layer) for layer in recorded.layers])
+            found[f"{name} {share}"] = np.stack([kept(press, layer) for layer in recorded])
     if KVZIP in presses:
         for share, mask in kvzip_masks(model, ids, shares).items():
             found[f"{KVZIP} {share}"] = mask
@@ -119,12 +157,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--shares", default="0.5,0.25,0.1", help="shares kept")
     parser.add_argument("--presses", nargs="+", choices=EVERY, default=EVERY)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     shares = [float(text) for text in options.shares.split(",")]
     model = load_model(options.model)
-    torch.set_num_threads(options.threads)
     for line in options.contexts.read_text().splitlines():
         context = json.loads(line)
         file = options.folder / f"{context['name']}.npz"

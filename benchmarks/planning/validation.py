@@ -50,6 +50,8 @@ SCALED_SETTINGS = {
     "LOCALITY_BRANCH_RECENT_TOKENS": 256,
     "TIER_SPAN_TOKENS": 512,
 }
+# The replay that calibrates: few bytes of KV, so that something is restored; s between requests.
+PROBE_BUDGET, PROBE_GAP_S = "40m", 1.2
 # A scaled token of the replay that calibrates may take so many s, on any machine of today.
 TOKEN_S = 2.5e-4
 HIT_RATE, RESIDENT, TTFT = 0.05, 0.05, 0.25
@@ -64,23 +66,15 @@ def declare(arguments: Arguments) -> None:
     arguments.whole("--block-tokens", 32, "what a block of 512 tokens becomes on this machine")
     arguments.number("--speed", 1.0, "requests arrive so many times as fast")
     arguments.add("--kv-budget", default="152m", metavar="SIZE", help="bytes of KV (%(default)s)")
-    arguments.add(
-        "--probe-budget", default="40m", metavar="SIZE",
-        help="of the replay that calibrates: small, so that something is restored (%(default)s)",
-    )  # fmt: skip
-    arguments.number("--probe-gap", 1.2, "s between its requests, and 0.25 ms a token more")
-    arguments.add("--keep", type=Path, metavar="DIR", help="for the JSON of both replays")
 
 
 def run(options: Options) -> Measured:
     recorded = read_trace(Path(options.trace))  # a bad file is refused before an engine starts
-    if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
         probe = Path(name) / "probe.jsonl"
         token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS
-        probe_trace(options.probe_gap, token_s).write(probe)
-        calibrating = replay(options, probe, options.probe_budget, options.block_tokens)
+        probe_trace(PROBE_GAP_S, token_s).write(probe)
+        calibrating = replay(options, probe, PROBE_BUDGET, options.block_tokens)
         trace, more = Path(options.trace), ["--requests", str(options.requests)]
         if recorded.block_tokens != BLOCK_TOKENS:
             trace, more = Path(name) / "sessions.jsonl", ["--spread", str(options.spread)]
@@ -93,9 +87,6 @@ def run(options: Options) -> Measured:
             compare(judged, real, calibrate(probed))
             for probed, real in zip(calibrating.runs, judged.runs, strict=True)
         ]
-    if options.keep is not None:
-        for name, document in (("probe", calibrating), ("judged", judged)):
-            (options.keep / f"{name}.json").write_text(document.model_dump_json())
     show_rows(rows)
     figures = {
         "workload": judged.workload.model_dump() | {"trace": Path(options.trace).name},

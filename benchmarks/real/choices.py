@@ -1,38 +1,34 @@
-"""The heads that every method chooses, once and on the same contexts, kept beside the records."""
+"""The heads that the default method chooses on a model, and what its tokens are worth, with a
+curve: each is found once and kept beside the records."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.real.records import Records
+from kvtier.calibration.documents import CurveDocument, load_curve
+from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.config import load_settings
 from kvtier.heads.calibrate import prepare
-from kvtier.heads.methods import METHODS, make_method
-from kvtier.heads.model.config import model_name, weights_revision
+from kvtier.heads.methods import DEFAULT_METHOD, make_method
+from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
-from kvtier.heads.profile import Head
+from kvtier.heads.profile import Head, full_profile
 from kvtier.heads.progress import Progress
 from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples, tasks_for
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choice of a method. order: every head, best first; seconds: the time of scoring and
-    ranking, without the prefill."""
-
-    method: str
-    order: tuple[Head, ...]
-    seconds: float
+from kvtier.heads.tokens import fit_tokens
+from kvtier.retention.locality import LocalityRule
+from kvtier.retention.token_worth import TokenWorth
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, its tasks, and the contexts on which every method chooses."""
+    """A model, its tasks, and the contexts on which heads are chosen."""
 
     model_path: Path
     tasks: Tasks
@@ -66,37 +62,54 @@ class Setup:
 
 
 def chosen_heads(
-    setup: Setup, methods: Sequence[str], records: Records, probe: HeadProbe, progress: Progress
-) -> list[Choice]:
-    """Return the choice of each method, made now or read from a run before. Raises UsageError for
-    an unknown method."""
-    files = {method: records.directory / f"choice-{method}.json" for method in methods}
-    missing = {method: make(setup, method) for method, file in files.items() if not file.exists()}
-    if missing:
+    setup: Setup, records: Records, probe: HeadProbe, progress: Progress
+) -> tuple[Head, ...]:
+    """Return every head, best first, as the default method ranks them now or did in a run
+    before."""
+    file = records.directory / f"choice-{DEFAULT_METHOD}.json"
+    if not file.exists():
+        method = make_method(DEFAULT_METHOD, seed=setup.seed)
         samples = make_samples(
             setup.tasks.make, setup.tasks.choosing, setup.contexts, [setup.length], setup.seed,
             CALIBRATION,
         )  # fmt: skip
         batches = prepare(probe, samples, progress)
-        for name, method in missing.items():
-            began = time.perf_counter()
-            order = method.ranking(method.score(batches, progress), probe.shape)
-            document = {"seconds": time.perf_counter() - began, "order": order}
-            files[name].write_text(json.dumps(document) + "\n")
-            for batch in batches:
-                batch.forget()
-    choices = []
-    for method, file in files.items():
-        document = json.loads(file.read_text())
-        order = tuple((layer, head) for layer, head in document["order"])
-        choices.append(Choice(method, order, document["seconds"]))
-    return choices
+        order = method.ranking(method.score(batches, progress), probe.shape)
+        file.write_text(json.dumps({"order": order}) + "\n")
+    document = json.loads(file.read_text())
+    return tuple((layer, head) for layer, head in document["order"])
 
 
-def make(setup: Setup, name: str) -> Any:
-    """Make a method, with the run's seed where it draws. Raises UsageError for an unknown name."""
-    seeded = name in METHODS and METHODS[name].takes_seed
-    return make_method(name, **({"seed": setup.seed} if seeded else {}))
+class Calibrated(NamedTuple):
+    """The worth of tokens on a model, and the curve of the cost of keeping a share of them."""
+
+    worth: TokenWorth
+    curve: CurveDocument
 
 
-__all__ = ["Choice", "Setup", "chosen_heads"]
+def calibrated(
+    folder: Path, model_path: str, *, tasks: Sequence[str], contexts: int,
+    fit_lengths: Sequence[int], curve_lengths: Sequence[int], rule: LocalityRule, seed: int,
+    progress: Progress,
+) -> Calibrated:  # fmt: skip
+    """Read the calibration in `folder`, or calibrate on these tasks. contexts: their number per
+    length of the curve."""
+    worth, curve = folder / "token_worth.npz", folder / "curve.json"
+    if not worth.exists():
+        fit = fit_tokens(model_path, tasks=tasks, lengths=fit_lengths, seed=seed, progress=progress)
+        fit.worth.save(worth)
+    if not curve.exists():
+        settings = load_settings(
+            scorer="reconstruction", scorer_file=worth, locality_sink_tokens=rule.sink_tokens,
+            locality_recent_tokens=rule.recent_tokens,
+        )  # fmt: skip
+        profile = full_profile(model_shape(read_config(model_path)))
+        found = calibrate_curve(
+            model_path, profile, settings, tasks=tasks, lengths=curve_lengths, contexts=contexts,
+            seed=seed, progress=progress,
+        )  # fmt: skip
+        curve.write_text(found.document.to_json() + "\n")
+    return Calibrated(TokenWorth.load(worth), load_curve(curve))
+
+
+__all__ = ["Calibrated", "Setup", "calibrated", "chosen_heads"]

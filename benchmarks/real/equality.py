@@ -30,12 +30,13 @@ from torch import Tensor
 
 from benchmarks.common.bars import at_most
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.recall_engine import bench_plan, ranks_on_a_cpu, worker_environment
-from benchmarks.common.remote import parents_lines, running_module
+from benchmarks.common.engines import bench_plan, ranks_on_a_cpu
+from benchmarks.common.remote import clean_environment, parents_lines, running_module
 from benchmarks.common.table import new_table, show
 from kvtier.bench.engine import SglangEngine
 from kvtier.bench.schema import Plan
 from kvtier.bench.worker import die_with_parent
+from kvtier.config import ENV_PREFIX
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
@@ -83,8 +84,6 @@ Turns = list[list[int]]
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--model-path", type=Path, required=True, help="local model directory")
-    arguments.add("--head-profile", type=Path, help="(head_profile.json of the model)")
-    arguments.add("--token-worth", type=Path, help="(token_worth.npz of the model)")
     arguments.size("--len", "1k", "context tokens of a session's first turn", least=500)
     arguments.whole("--sessions", 40, f"sessions of {TURNS} turns")
     arguments.add(
@@ -100,7 +99,7 @@ def declare(arguments: Arguments) -> None:
 def run(options: Options) -> Measured:
     """Ask both sides in every setting, and compare their answers."""
     model_path = options.model_path
-    profile = load_profile(options.head_profile or model_path / "head_profile.json")
+    profile = load_profile(model_path / "head_profile.json")
     sessions = make_sessions(model_path, options.len, options.sessions, options.seed)
     everything = full_profile(model_shape(read_config(str(model_path))))
     rows = []
@@ -117,7 +116,7 @@ def run(options: Options) -> Measured:
         for name in options.settings:
             settings, heads = dict(SETTINGS[name]), profile
             if "HEAD_BUDGETS" in settings:
-                weights = options.token_worth or model_path / "token_worth.npz"
+                weights = model_path / "token_worth.npz"
                 settings["SCORER_FILE"] = str(weights.resolve())
                 heads = everything
             ours = ask_engine(sessions, options, "kvtier", heads, settings, progress)
@@ -190,6 +189,20 @@ def ask_engine(
                 progress(f"{policy}: sessions", done, len(sessions))
                 answers.append(remote.tell("hold", prompts=prompts)["answers"])
     return answers
+
+
+def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with the plan's and the caller's settings and no other KVTIER_* variable."""
+    config = folder / "kvtier.toml"
+    config.touch()  # empty, so that no file of the working directory has a say
+    own = {"CONFIG": str(config), **settings}
+    if "HEAD_BUDGETS" not in settings:
+        own = {"HEAD_PROFILE": str(folder / "head_profile.json"), **own}
+    return {
+        **clean_environment(),
+        **plan.environment,
+        **{ENV_PREFIX + name: value for name, value in own.items()},
+    }
 
 
 def ask_reference(

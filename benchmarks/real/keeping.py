@@ -36,7 +36,6 @@ CA_HEADS_PER_BYTE = 1.4
 ADAPTIVE_RULE = LocalityRule(**LocalitySettings.COMPETING, compensation=False)
 # The setting is DuoAttention's cache (arXiv 2410.10819) with our choice of heads.
 DUO = "DuoAttention-like"
-RANKED = "adaptive budgets, one head a rank"
 # These settings keep codes, of so many bits.
 CODED = {"adaptive budgets, 4 bits": 4, "adaptive budgets, 3 bits": 3}
 
@@ -61,7 +60,6 @@ class Setting:
     compensation: whether locality heads keep one entry for the tokens that they drop
     merge:    whether tokens that are not kept are merged into those that are, or dropped
     adaptive: whether heads compete for entries, by their tokens' predicted worth
-    head_per_rank: whether only heads of a tensor parallel rank compete, with a rank per KV head
     bits:     bits of the codes that heads keep between their first and last tokens; None where
               these stay as they are
     """
@@ -76,18 +74,16 @@ class Setting:
     compensation: bool = True
     merge: bool = False
     adaptive: bool = False
-    head_per_rank: bool = False
     bits: int | None = None
 
 
 def adaptive_setting(
-    name: str, kept: float, *, refresh: bool = False, head_per_rank: bool = False,
-    bits: int | None = None,
-) -> Setting:  # fmt: skip
+    name: str, kept: float, *, refresh: bool = False, bits: int | None = None
+) -> Setting:
     """Return a setting whose heads compete for entries."""
     return Setting(
         name, kept, sink=ADAPTIVE_RULE.sink_tokens, compensation=False, adaptive=True,
-        refresh=refresh, head_per_rank=head_per_rank, bits=bits,
+        refresh=refresh, bits=bits,
     )  # fmt: skip
 
 
@@ -102,7 +98,6 @@ def settings_at(kept: float) -> list[Setting]:
         Setting(DUO, kept, heads=0.0, compensation=False),
         adaptive_setting("adaptive budgets", kept),
         adaptive_setting("adaptive budgets + refresh", kept, refresh=True),
-        adaptive_setting(RANKED, kept, head_per_rank=True),
         *(adaptive_setting(name, kept, bits=bits) for name, bits in CODED.items()),
     ]
 
@@ -161,13 +156,8 @@ class Keeper:
         if setting.adaptive:
             each = int(setting.kept * context.num_tokens) - setting.sink - recent
             worth = context.worth(fitted)[..., self.begin : self.end]
-            rivals = 1 if setting.head_per_rank else context.shape.num_kv_heads
-            self.counts = torch.cat([
-                adaptive_selection(ranks_worth.flatten(0, 1), each, self._page)
-                .view(ranks_worth.shape)
-                .sum(-1)
-                for ranks_worth in torch.split(worth, rivals, dim=1)
-            ], dim=1)  # fmt: skip
+            self.counts = adaptive_selection(worth.flatten(0, 1), each, self._page)
+            self.counts = self.counts.view(worth.shape).sum(-1)
         else:
             self.counts = self._by_profile(order)
 

@@ -56,7 +56,7 @@ class Presses:
 @contextmanager
 def pressing(
     python: Path | None, model_path: Path, folder: Path, contexts: Mapping[str, Sequence[int]],
-    shares: Sequence[float], threads: int, names: Sequence[str] | None,
+    shares: Sequence[float], names: Sequence[str] | None,
 ) -> Iterator[Presses]:  # fmt: skip
     """Run presses in the background for as long as the block lasts. python: None for no presses.
     names: the presses to run, by their names in kvpress_masks.py; None runs all of them."""
@@ -70,7 +70,7 @@ def pressing(
     asked = ",".join(map(str, shares))
     command = [
         *(str(python), str(SCRIPT), str(file), str(folder), "--model", str(model_path.resolve())),
-        *("--shares", asked, "--threads", str(threads)),
+        *("--shares", asked),
         *(("--presses", *names) if names else ()),
     ]
     with (folder / "log").open("ab") as log:

@@ -41,13 +41,6 @@ def kept_worth(chosen: Losses, full: Losses, none: Losses) -> Interval:
     return _interval(gained.mean() / whole.mean(), draws)
 
 
-def difference(one: Losses, other: Losses, full: Losses, none: Losses) -> Interval:
-    """Return the share of the context's worth that `one` keeps, less that which `other` keeps."""
-    gained, whole = other - one, none - full
-    draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
-    return _interval(gained.mean() / whole.mean(), draws)
-
-
 def _resampled(shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
     rng = np.random.default_rng(0)
     return list(rng.integers(shape[1], size=(DRAWS, *shape)))
@@ -62,4 +55,4 @@ def _interval(mean: float, draws: list[float]) -> Interval:
     return Interval(float(mean), float(low), float(high))
 
 
-__all__ = ["Interval", "Losses", "difference", "kept_worth"]
+__all__ = ["Interval", "Losses", "kept_worth"]

@@ -25,15 +25,12 @@ from torch import Tensor
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
-from benchmarks.real import changed_facts, transcripts
-from benchmarks.real.choices import Setup, chosen_heads
+from benchmarks.real.choices import Calibrated, Setup, calibrated, chosen_heads
 from benchmarks.real.courses import COURSES, OUT_PLACES, OUT_TOKENS
-from benchmarks.real.fitting import Calibrated, calibrated
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     CODED,
     DUO,
-    RANKED,
     Context,
     Keeper,
     NoRoomError,
@@ -41,12 +38,20 @@ from benchmarks.real.keeping import (
     adaptive_setting,
     settings_at,
 )
-from benchmarks.real.picture import draw_worth
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
+from benchmarks.real.samples import (
+    ARGUMENT,
+    CHANGED_FACTS,
+    TRANSCRIPTS,
+    changed_facts,
+    elided,
+    of_transcripts,
+)
 from benchmarks.real.statistics import Losses, kept_worth
 from benchmarks.real.tables import (
     cheapest_table,
+    draw_worth,
     quality_table,
     recall_table,
     task_table,
@@ -72,7 +77,7 @@ QUALITY, BY_QUALITY = 0.95, "adaptive budgets, quality 0.95"
 # These first and last tokens stay of "no context": as many as locality heads hold.
 EDGES = (64, 64)
 # These ways are in tables beside our settings, not in the pictures.
-NOT_DRAWN = (DUO, RANKED, *CODED, *(course.name for course in COURSES))
+NOT_DRAWN = (DUO, *CODED, *(course.name for course in COURSES))
 OURS = tuple(setting.name for setting in settings_at(1.0) if setting.name not in NOT_DRAWN)
 
 
@@ -82,7 +87,7 @@ def declare(arguments: Arguments) -> None:
     arguments.sizes("--lens", ("2k", "4k", "7500"), "context tokens")
     arguments.add("--tasks", nargs="+", metavar="TASK", help="to measure on (default: all)")
     arguments.add(
-        transcripts.ARGUMENT, type=Path, metavar="FILE",
+        ARGUMENT, type=Path, metavar="FILE",
         help="to measure on instead: agents' sessions in OpenAI's format, JSON or JSON in gzip",
     )  # fmt: skip
     places = len(OUT_PLACES)
@@ -101,7 +106,6 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--settings", nargs="+", metavar="NAME", help="of kvtier's, by name (all)")
     arguments.add("--kvpress-python", type=Path, help="Python of an environment with kvpress")
     arguments.add("--presses", nargs="+", metavar="NAME", help="of kvpress's, as KVzipPress (all)")
-    arguments.whole("--kvpress-threads", 1, "threads of its process")
     arguments.add("--plots", type=Path, metavar="DIR", help="pictures to write, one per length")
     arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
 
@@ -133,16 +137,16 @@ def run(options: Options) -> Iterator[Measured]:
     setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
-    known_tasks = (*setup.tasks.measuring, *changed_facts.TASKS)
+    known_tasks = (*setup.tasks.measuring, *CHANGED_FACTS)
     tasks = asked_for("--tasks", known_tasks, options.tasks or setup.tasks.measuring)
-    if len({task in changed_facts.TASKS for task in tasks}) > 1:
+    if len({task in CHANGED_FACTS for task in tasks}) > 1:
         raise UsageError("--tasks", "changed facts alone", options.tasks)
     if options.transcripts is not None:
         if options.tasks:
-            raise UsageError("--tasks", f"nothing beside {transcripts.ARGUMENT}", options.tasks)
-        tasks = [transcripts.TASK]
+            raise UsageError("--tasks", f"nothing beside {ARGUMENT}", options.tasks)
+        tasks = [TRANSCRIPTS]
     elif options.elided:
-        raise UsageError("--elided", f"something only with {transcripts.ARGUMENT}", "no file")
+        raise UsageError("--elided", f"something only with {ARGUMENT}", "no file")
     fit_tasks = asked_for("--fit-tasks", setup.tasks.measuring, options.fit_tasks)
     settings = asked_for("--settings", (*OURS, *NOT_DRAWN), options.settings)
     described = {
@@ -153,7 +157,7 @@ def run(options: Options) -> Iterator[Measured]:
         "fit_contexts": options.fit_contexts,
         "fit_lens": options.fit_lens,
         "curve_lens": options.curve_lens,
-        **({transcripts.TASK: options.transcripts.name} if options.transcripts else {}),
+        **({TRANSCRIPTS: options.transcripts.name} if options.transcripts else {}),
         **({"elided": [*OUT_PLACES, OUT_TOKENS]} if options.elided else {}),
     }
     records = Records(options.state, described)
@@ -161,7 +165,7 @@ def run(options: Options) -> Iterator[Measured]:
     with rich_progress() as progress:
         model = setup.load()
         probe = HeadProbe(model)
-        order = chosen_heads(setup, [DEFAULT_METHOD], records, probe, progress)[0].order
+        order = chosen_heads(setup, records, probe, progress)
         known = calibrated(
             options.state, str(options.model_path), tasks=fit_tasks, contexts=options.fit_contexts,
             fit_lengths=options.fit_lens, curve_lengths=options.curve_lens,
@@ -178,7 +182,7 @@ def run(options: Options) -> Iterator[Measured]:
             yield Measured({"settings": described, "kept": figures})
     for length in options.lens:
         show(worth_table(figures, length, options.shares, BY_QUALITY))
-        if tasks[0] in changed_facts.TASKS:
+        if tasks[0] in CHANGED_FACTS:
             show(recall_table(figures, length, options.shares))
     for length in options.lens:
         for share in options.shares:
@@ -203,16 +207,16 @@ def measure(
     setup = bench.setup
     count = options.contexts * len(tasks)
     if options.transcripts is None:
-        is_changed = tasks[0] in changed_facts.TASKS
-        make = changed_facts.maker(str(options.model_path)) if is_changed else setup.tasks.make
+        is_changed = tasks[0] in CHANGED_FACTS
+        make = changed_facts(str(options.model_path)) if is_changed else setup.tasks.make
         samples = make_samples(make, tasks, count, [length], options.seed, HELD_OUT)
     else:
         tokenizer = Tokenizer(str(options.model_path))
         whole = length + OUT_TOKENS * len(OUT_PLACES) * int(options.elided)
-        samples = transcripts.samples(options.transcripts, tokenizer, whole, count)
+        samples = of_transcripts(options.transcripts, tokenizer, whole, count)
     others = [samples[i - 1].context_ids[: length // 2] for i in range(count)]
     if options.elided:
-        both = (transcripts.elided(sample, OUT_PLACES, OUT_TOKENS) for sample in samples)
+        both = (elided(sample, OUT_PLACES, OUT_TOKENS) for sample in samples)
         samples, others = map(list, zip(*both, strict=True))
     names = {index: f"{length}-{index:03d}" for index in range(count)}
     asked = ", ".join(f"{share:g}" for share in bench.shares)
@@ -224,7 +228,7 @@ def measure(
     folder = options.state / "-".join([*pressed.split(), f"{length}", *asked.split(", ")])
     with pressing(
         options.kvpress_python, options.model_path, folder, contexts, bench.shares,
-        options.kvpress_threads, options.presses,
+        options.presses,
     ) as presses:  # fmt: skip
         began = time.perf_counter()
         for done, index in enumerate(missing):
@@ -347,12 +351,7 @@ def losses(
 
 
 BENCHMARK = Benchmark(
-    "real.table",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "real-table.json",
-    seeded="of the samples",
+    "real.table", __doc__, declare, run, out=RESULTS / "real-table.json", seeded="of the samples"
 )
 main = BENCHMARK.main
 

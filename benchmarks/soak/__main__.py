@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.recall_arguments import add_model
 from benchmarks.common.table import show
 from benchmarks.soak import faults as soak_faults
 from benchmarks.soak import load as soak_load
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def declare(arguments: Arguments) -> None:
-    add_model(arguments)
+    arguments.model()
     arguments.number("--minutes", 60.0, "of load; starting up is extra")
     arguments.add("--most-growth", type=float, default=MOST_GROWTH, metavar="SHARE",
         help="of any process's resident memory (%(default)s)")  # fmt: skip

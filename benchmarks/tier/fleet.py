@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Arguments, Options
-from benchmarks.common.recall_arguments import add_model
 from benchmarks.soak.processes import (
     LOOK_S,
     Served,
@@ -46,7 +45,7 @@ ROOM_TOKENS = 8192
 
 def declare_fleet(arguments: Arguments) -> None:
     """Declare the arguments that all benchmarks of a fleet have."""
-    add_model(arguments, "head_profile.json")
+    arguments.model("head_profile.json")
     arguments.add(
         "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
         help="the router's program (the one beside this Python)",

@@ -109,7 +109,7 @@ def merge_bins(
     of query head g by about A_g·(ε, Δ), where A_g is the attention that g pays to the bin. The sum
     of squares is least for the mean of the heads' own λ with weights A_g², the `attention_power`.
     A power of 1 is a little worse for the queries that gave the logits, and better for later ones
-    (benchmarks/accuracy/merging_error.py).
+    (tests/retention/test_keepkv.py draws such queries).
     """
     _check(entries, logits, assignment)
     kernels = selection_kernels(assignment.target.device)

@@ -4,8 +4,8 @@
     priority      0     1     0     0      the lowest is evicted first; of equal ones the oldest
     retention    .25   .25   .10   .25     of a turn that has ended
 
-The simulator takes hints, the engine does not; `benchmarks.planning.hints` measures what they could
-gain. Sessions are those of `Traffic.session`.
+The simulator takes hints, the engine does not; docs/hints.md says what they could gain. Sessions
+are those of `Traffic.session`.
 """
 
 from __future__ import annotations

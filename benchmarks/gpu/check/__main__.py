@@ -13,16 +13,13 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
     planning  what planning a decoding step costs the host
     choosing  Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
               context's prefill attention
-    engine    `kvtier.bench` at 128k with the demo model, where SGLang and kvtier are installed
 
 With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
 it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
 tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same decodes by others'
-kernels, which `benchmarks/common/peer_kernels.py` says how to bring there.
+kernels, which `benchmarks/gpu/check/peer_kernels.py` says how to bring there.
 
-With --serving (`make gpu-check SERVING=1`) also `benchmarks.gpu.serving`, every policy of it, with
-a limit for each engine and JSON of its own beside the check's. Where a machine is there for ten
-minutes, it has time for that alone: `make gpu-check OUT=DIR SERVING=1 PARTS=serving`.
+What serving gains is another command, `benchmarks.gpu.serving`.
 
 Full KV is FlashInfer's decode with --flashinfer, else our own over dense tokens, and the JSON says
 which. Times are medians; a decode is replayed as a CUDA graph over enough layers' KV that no cache
@@ -46,12 +43,11 @@ from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
 from benchmarks.gpu.bandwidth import read_bandwidth
 from benchmarks.gpu.check.choosing import measure_choosing
 from benchmarks.gpu.check.claims import make_bars
-from benchmarks.gpu.check.decode import measure_decode
+from benchmarks.gpu.check.decode import measure_decode, measure_planning
 from benchmarks.gpu.check.equal import check_equal
 from benchmarks.gpu.check.flashinfer_backend import measure_flashinfer
 from benchmarks.gpu.check.peers import measure_peers
-from benchmarks.gpu.check.planning import measure_planning
-from benchmarks.gpu.check.processes import run_engine, run_serving, run_tests
+from benchmarks.gpu.check.processes import run_tests
 from benchmarks.gpu.check.report import lines
 from benchmarks.gpu.contexts import SHAPES
 from kvtier.environment import versions
@@ -60,18 +56,15 @@ from kvtier.errors import UsageError
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of the command. flashinfer, serving, peers: what is measured only then; folder:
-    for JSON beside its own."""
+    """The arguments of the command. flashinfer, peers: what is measured only then."""
 
     seed: int
     flashinfer: bool
-    serving: bool
     peers: Path | None
-    folder: Path | None
 
     def leaves_out(self, part: str) -> bool:
         """Return whether a part wants a flag that was not given."""
-        wants = {"flashinfer": self.flashinfer, "serving": self.serving, "peers": self.peers}
+        wants = {"flashinfer": self.flashinfer, "peers": self.peers}
         return part in wants and not wants[part]
 
 
@@ -92,8 +85,6 @@ PARTS: Mapping[str, Callable[[Asked], Any]] = {
     "choosing": lambda asked: measure_choosing(asked.seed),
     "peers": measure_all_peers,
     "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
-    "engine": lambda _: run_engine(),
-    "serving": lambda asked: run_serving(asked.folder),
     "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
 }
 
@@ -101,7 +92,6 @@ PARTS: Mapping[str, Callable[[Asked], Any]] = {
 def declare(arguments: Arguments) -> None:
     add = arguments.add
     add("--flashinfer", action="store_true", help="the backend flashinfer, too")
-    add("--serving", action="store_true", help="gpu.serving for every policy, too")
     add("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
     add("--parts", nargs="+", choices=PARTS, help="(all)")
     arguments.check(has_what_its_parts_want)
@@ -115,8 +105,7 @@ def has_what_its_parts_want(options: Options) -> None:
 
 
 def asked_of(options: Options) -> Asked:
-    folder = None if options.out is None else options.out.parent
-    return Asked(options.seed, options.flashinfer, options.serving, options.peers, folder)
+    return Asked(options.seed, options.flashinfer, options.peers)
 
 
 def run(options: Options) -> Iterator[Measured]:
@@ -144,11 +133,10 @@ def run_part(name: str, asked: Asked, figures: dict[str, Any]) -> None:
         torch.cuda.empty_cache()
     except Exception as error:
         # One part must not cost the others: a GPU may be there for minutes only. After some faults
-        # no other kernel runs in this process, but engine and tests have their own.
+        # no other kernel runs in this process, but tests have their own.
         traceback.print_exc()
         figures["failures"][name] = f"{type(error).__name__}: {error}"
         with suppress(Exception):
-            # Without this the engine would find little memory.
             torch.cuda.empty_cache()
 
 

@@ -1,7 +1,7 @@
 """The part of `benchmarks.gpu.check` that measures choosing: all layers of one long context, on
 this GPU.
 
-What is chosen and merged is in cost/choosing_context.py. Prefill attention is by every kernel that
+What is chosen and merged is in choosing_context.py. Prefill attention is by every kernel that
 is here, and the fastest counts. Times are the device's, by events, for all layers. One layer's
 attention is measured and the layers are counted, because they do the same; choosing is run for
 every layer, so that launching shows.
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.common.llama import LAYERS, SCALE
-from benchmarks.cost.choosing_context import (
+from benchmarks.gpu.check.choosing_context import (
     Context,
     attend,
     make_context,
@@ -28,6 +27,7 @@ from benchmarks.cost.choosing_context import (
     select,
 )
 from benchmarks.gpu.contexts import DTYPE
+from benchmarks.gpu.llama import LAYERS, SCALE
 from benchmarks.gpu.timing import seconds
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.scorers.compactor import Compactor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.common.bars import Bar, at_least, at_most
-from benchmarks.cost.choosing_context import MOST_CHOOSING
+from benchmarks.gpu.check.choosing_context import MOST_CHOOSING
 
 # The bandwidth over retained bytes, as a share of that of a kernel that only reads.
 LEAST_BANDWIDTH = 0.85
@@ -95,17 +95,6 @@ def _flashinfer(figures: Figures) -> Iterator[Bar]:
             yield _same(name, row[f"{what}_difference"])
 
 
-def _engine(figures: Figures) -> Iterator[Bar]:
-    engine = figures.get("engine", {})
-    if engine.get("ran"):
-        yield Bar("the engine's bench runs", float(not engine["failures"]), not engine["failures"])
-
-
-def _serving(figures: Figures) -> Iterator[Bar]:
-    for bar in figures.get("serving", {}).get("bars", []):
-        yield Bar(f"serving, {bar['bar']}", bar["value"], bar["met"], bar.get("wanted", ""))
-
-
 def _same(name: str, difference: float) -> Bar:
     return at_most(f"{name}, largest difference", difference, MOST_DIFFERENCE)
 
@@ -118,8 +107,6 @@ CLAIMS: tuple[Callable[[Figures], Iterator[Bar]], ...] = (
     _choosing,
     _peers,
     _flashinfer,
-    _engine,
-    _serving,
 )
 
 __all__ = ["make_bars"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.common.llama import SCALE
 from benchmarks.gpu.contexts import Shape, queries, retained
+from benchmarks.gpu.llama import SCALE
 from benchmarks.gpu.timing import graphed
 from kvtier_kernels import get_kernels
 from kvtier_kernels.triton_backend.kernels import TritonKernels

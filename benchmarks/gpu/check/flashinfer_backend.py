@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.lists import Contexts
-from benchmarks.common.llama import SCALE
 from benchmarks.gpu.contexts import Shape, layer_seconds, queries, retained
+from benchmarks.gpu.lists import Contexts
+from benchmarks.gpu.llama import SCALE
 from benchmarks.gpu.timing import ROUNDS
 from kvtier_kernels import AttentionKernels, KernelUnavailableError, get_kernels
 from kvtier_kernels.triton_backend.kernels import TritonKernels

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.lists import Contexts
-from benchmarks.common.llama import SCALE
-from benchmarks.common.peer_kernels import (
+from benchmarks.gpu.check.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     CompactorVllm,
@@ -28,6 +26,8 @@ from benchmarks.common.peer_kernels import (
     to_pages,
 )
 from benchmarks.gpu.contexts import Shape, layer_seconds, queries, retained
+from benchmarks.gpu.lists import Contexts
+from benchmarks.gpu.llama import SCALE
 from benchmarks.gpu.timing import graphed, seconds
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 

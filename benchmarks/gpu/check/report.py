@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.common.llama import LAYERS
-from benchmarks.gpu import step_parts
+from benchmarks.gpu.llama import LAYERS
 
 Figures = Mapping[str, Any]
 
@@ -16,17 +15,13 @@ def lines(figures: Figures) -> Iterator[str]:
     ceiling = figures.get("read_bytes_per_s")
     if ceiling:
         yield f"read bandwidth {ceiling / 1e12:.2f} TB/s"
-    for name in ("tests", "engine", "flashinfer", "serving"):
+    for name in ("tests", "flashinfer"):
         part = figures.get(name, {"ran": True})
         if not part["ran"]:
             yield f"{name} did not run, without {part['missing']}"
     if not figures.get("tests", {}).get("passed", True):
         yield from figures["tests"]["said"]
     yield from _decodes(figures)
-    yield from _bench(figures)
-    served = figures.get("serving", {}).get("policies", {})
-    if served:
-        yield from (*step_parts.lines(served), *step_parts.totals(served))
     choosing = figures.get("choosing", {})
     for name, taken in choosing.get("prefills_s", {}).items():
         yield f"prefill attention of 128k, {LAYERS} layers: {taken:.2f} s by {name}"
@@ -53,15 +48,6 @@ def _retained(row: Mapping[str, Any]) -> str:
         f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
         f"{row['voted_s'] * 1e6:8.1f} us"
     )
-
-
-def _bench(figures: Figures) -> Iterator[str]:
-    for policy, row in figures.get("engine", {}).get("policies", {}).items():
-        yield (
-            f"bench at 128k, {policy:20} {row['kv_device_bytes'] / 2**20:8.1f} MiB, TTFT "
-            f"{row['median_ttft_ms']:.1f} ms, TPOT {row['median_tpot_ms']:.2f} ms, "
-            f"recall {row['recall']}"
-        )
 
 
 __all__ = ["lines"]

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.recall_arguments import add_model
 from benchmarks.common.remote import Remote
 from benchmarks.common.table import show
 from benchmarks.tier.faults.kinds import KINDS, Kind, Where
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def declare(arguments: Arguments) -> None:
-    add_model(arguments)
+    arguments.model()
     arguments.whole("--faults", 1000, "of each kind")
     arguments.add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(all)")
     arguments.whole("--sessions", SESSIONS, "different ones")

@@ -9,10 +9,7 @@ other; a ratio is the median over rounds of (baseline's seconds / ours).
     shared    through shared memory; get includes the checksum, put computes it
     stream    over gRPC in chunks, likewise
     echo      the stream's chunks as plain protobuf messages, dropped on arrival
-    raw       the same bytes, prepared before and never parsed: all that gRPC has to give
     tls       the stream under mutual TLS
-
-Latency is counted from when a call was due, at arrivals that do not wait for answers.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ from benchmarks.tier.transport.service import (
     NAMESPACE,
     connected,
     measure_churn,
-    measure_latency,
     measure_neighbour,
     room,
 )
@@ -46,7 +42,6 @@ QUICK = {
     "blobs": ["768k"],
     "count": 2,
     "rounds": 1,
-    "latency_s": 0.3,
     "neighbour_s": 0.3,
     "churn_s": 0.3,
     "churn_memory": "64m",
@@ -58,8 +53,6 @@ def declare(arguments: Arguments) -> None:
     add("--blobs", nargs="+", default=["8m", "768k"], metavar="BYTES", help="(%(default)s)")
     arguments.whole("--count", 64, "blobs in a call")
     arguments.whole("--rounds", 9, "of all paths")
-    arguments.whole("--workers", 2, "threads that get under load")
-    arguments.number("--latency-s", 20.0, "per path, blob and load")
     arguments.number("--neighbour-s", 5.0, "with it, and without")
     add(
         "--neighbour-rate",
@@ -77,17 +70,16 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    """Measure throughput, latency, a neighbour and churn."""
+    """Measure throughput, a neighbour and churn."""
     if options.quick:
         vars(options).update(QUICK)
     sizes = {text: parse_size(text, "--blobs") for text in options.blobs}
     rows: list[Row] = []
-    outcome: dict[str, Any] = {"throughput": {}, "latency": {}}
+    outcome: dict[str, Any] = {"throughput": {}}
     for size in sizes.values():
         name = format_size(size)
         data = Bytes(size, options.count, options.seed)
         outcome["throughput"][name] = measure_paths(data, options, rows)
-        outcome["latency"][name] = measure_latency(data, options, rows)
     smallest = Bytes(min(sizes.values()), 1, options.seed)
     outcome["neighbour"] = measure_neighbour(smallest, options, rows)
     outcome["churn"] = measure_churn(data, options, rows)

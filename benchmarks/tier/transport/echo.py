@@ -5,13 +5,11 @@
 It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
 program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
 and parses the messages. The service frames its chunks itself (kvtier.tier.wire.framing), so it
-may be faster. `/kvtier.bench.Raw` moves messages that were serialized before and are never parsed:
-the most that gRPC has to give.
+may be faster.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -26,20 +24,12 @@ from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.service.service import TierService
 
-ECHO, RAW = "kvtier.bench.Echo", "kvtier.bench.Raw"
+ECHO = "kvtier.bench.Echo"
 
 
 def size_key(num_bytes: int) -> bytes:
     """The key of a blob of this size; the echo knows nothing else about it."""
     return num_bytes.to_bytes(32, "big")
-
-
-@functools.cache
-def raw_messages(kind: Any, num_bytes: int, chunk_bytes: int) -> list[bytes]:
-    """The chunks of a blob of zeros as they go over the wire, made once."""
-    sizes = [min(chunk_bytes, num_bytes - at) for at in range(0, num_bytes, chunk_bytes)]
-    made = {size: kind(chunk=bytes(size)).SerializeToString() for size in {*sizes}}
-    return [made[size] for size in sizes]
 
 
 class EchoService(TierService):
@@ -61,18 +51,6 @@ class EchoService(TierService):
             pass
         return pb.PutResponse(stored=True)
 
-    async def raw_get(self, request: bytes, context: Any) -> None:
-        asked = pb.GetRequest.FromString(request)
-        for key in asked.keys:
-            size = int.from_bytes(key, "big")
-            for message in raw_messages(pb.GetResponse, size, self.chunk_bytes):
-                await context.write(message)
-
-    async def raw_put(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
-        async for _ in requests:
-            pass
-        return b""
-
     def handlers(self) -> list[grpc.GenericRpcHandler]:
         echo: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Get": grpc.unary_stream_rpc_method_handler(
@@ -82,14 +60,7 @@ class EchoService(TierService):
                 self.echo_put, pb.PutRequest.FromString, pb.PutResponse.SerializeToString
             ),
         }
-        raw: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Get": grpc.unary_stream_rpc_method_handler(self.raw_get),
-            "Put": grpc.stream_unary_rpc_method_handler(self.raw_put),
-        }
-        return [
-            grpc.method_handlers_generic_handler(name, methods)
-            for name, methods in ((ECHO, echo), (RAW, raw))
-        ]
+        return [grpc.method_handlers_generic_handler(ECHO, echo)]
 
 
 class EchoServer(TierServer):
@@ -132,21 +103,6 @@ class EchoClient(TierClient):
             f"/{ECHO}/Put", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
         )
         put(requests())
-
-    def raw_get(self, num_bytes: int, count: int) -> None:
-        request = pb.GetRequest(keys=[size_key(num_bytes)] * count).SerializeToString()
-        get: grpc.UnaryStreamMultiCallable[bytes, bytes] = self._connection.channel.unary_stream(
-            f"/{RAW}/Get"
-        )
-        for _ in get(request):
-            pass
-
-    def raw_put(self, num_bytes: int) -> None:
-        messages = raw_messages(pb.PutRequest, num_bytes, self._chunk_bytes)
-        put: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._connection.channel.stream_unary(
-            f"/{RAW}/Put"
-        )
-        put(iter(messages))
 
 
 def main() -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.timing import seconds
 from benchmarks.tier.transport.echo import EchoClient
 from kvtier.errors import TierIntegrityError
 from kvtier.tier.blobs.payload import Digest, record_layout
@@ -21,6 +20,13 @@ LAYOUT = record_layout("bench")
 
 # Moves the bytes once and returns the seconds that took.
 Path = Callable[[], float]
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 class Bytes:
@@ -78,10 +84,6 @@ def throughput_paths(
         for _ in range(data.count):
             echo.echo_put(data.blob_bytes)
 
-    def raw_put() -> None:
-        for _ in range(data.count):
-            echo.raw_put(data.blob_bytes)
-
     return {
         "memcpy": data.memcpy,
         "shared put": lambda: data.put(shared),
@@ -92,8 +94,6 @@ def throughput_paths(
         "tls get": lambda: data.get(tls),
         "echo put": lambda: seconds(echo_put),
         "echo get": lambda: seconds(lambda: echo.echo_get(data.blob_bytes, data.count)),
-        "raw put": lambda: seconds(raw_put),
-        "raw get": lambda: seconds(lambda: echo.raw_get(data.blob_bytes, data.count)),
     }
 
 

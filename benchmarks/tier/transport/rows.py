@@ -27,8 +27,6 @@ PAIRS = (
     Pair("shared put", "memcpy"),
     Pair("stream get", "echo get", 0.9),
     Pair("stream put", "echo put", 0.9),
-    Pair("stream get", "raw get"),
-    Pair("stream put", "raw put"),
     Pair("tls get", "stream get"),
     Pair("tls put", "stream put"),
 )
@@ -78,14 +76,6 @@ def share_rows(data: Bytes, shares: dict[str, list[float]]) -> list[Row]:
 
 def span(values: Sequence[float]) -> str:
     return f"{min(values):.2f} … {max(values):.2f}"
-
-
-def described(found: dict[str, float | None]) -> tuple[str, str]:
-    cells = [
-        f"{name} -" if value is None else f"{name} {value * 1e3:.1f}"
-        for name, value in found.items()
-    ]
-    return f"{cells[0]} ms", ", ".join(cells[1:])
 
 
 def neighbour_rows(

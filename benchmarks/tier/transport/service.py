@@ -1,8 +1,9 @@
-"""A service under load: latency, a neighbour, and what it holds in the long run."""
+"""A service under load: a neighbour, and what it holds in the long run."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import threading
 import time
@@ -11,25 +12,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import timing
 from benchmarks.common.arguments import Options
 from benchmarks.tier.transport.hammer import IN_FLIGHT, QUOTA_BLOBS
-from benchmarks.tier.transport.load import (
-    capacity,
-    open_loop,
-    poisson_arrivals,
-    quantile,
-    quantiles,
-)
-from benchmarks.tier.transport.paths import LAYOUT, Bytes
+from benchmarks.tier.transport.paths import LAYOUT, Bytes, seconds
 from benchmarks.tier.transport.processes import SERVICE, hammering, resident_bytes, serving
-from benchmarks.tier.transport.rows import Row, churn_row, described, neighbour_rows
+from benchmarks.tier.transport.rows import Row, churn_row, neighbour_rows
 from kvtier.errors import TierIntegrityError
 from kvtier.sizes import format_size, parse_size
 from kvtier.tier.client import Blob, Landing, TierClient
 
 NAMESPACE, NEIGHBOUR = "bench", "neighbour"
-LOADS = (0.5, 0.8, 0.95)
 
 
 def room(data: Bytes) -> str:
@@ -62,26 +54,6 @@ def getting(data: Bytes, client: TierClient) -> Any:
             raise TierIntegrityError(f"a blob that is {landed.value}")
 
     return get
-
-
-def measure_latency(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
-    """The latency of getting one blob, at shares of what the path can do."""
-    found: dict[str, Any] = {}
-    for path in ("stream", "shared"):
-        with ExitStack() as stack:
-            service = stack.enter_context(serving(SERVICE, "--memory", room(data)))
-            client = patient(service.address, shared=path == "shared")
-            connected(stack, client).put(data.blobs[0])
-            get = getting(data, client)
-            most = capacity(get, options.latency_s / 4, options.workers)
-            found[path] = {"capacity_per_s": most, "loads": {}}
-            for load in LOADS:
-                arrivals = poisson_arrivals(load * most, options.latency_s, options.seed)
-                latencies = open_loop(get, arrivals, options.workers)
-                found[path]["loads"][load] = {"calls": len(latencies), **quantiles(latencies)}
-                what = f"{format_size(data.blob_bytes)} {path} get at {load:.0%} of {most:.0f}/s"
-                rows.append(Row(what, *described(quantiles(latencies))))
-    return found
 
 
 def measure_neighbour(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
@@ -129,18 +101,17 @@ def measure_beside(data: Bytes, bounds: str, options: Options) -> dict[str, Any]
     }
 
 
-def closed_loop(get: Any, seconds: float) -> list[float]:
-    until = time.perf_counter() + seconds
-    latencies = [timing.seconds(get)]
+def closed_loop(get: Any, for_s: float) -> list[float]:
+    until = time.perf_counter() + for_s
+    latencies = [seconds(get)]
     while time.perf_counter() < until:
-        latencies.append(timing.seconds(get))
+        latencies.append(seconds(get))
     return latencies
 
 
 def p99(values: Sequence[float]) -> float:
-    """The largest one where there are too few."""
-    found = quantile(values, 0.99)
-    return max(values) if found is None else found
+    """The 99th percentile, nearest rank."""
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
 def measure_churn(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:

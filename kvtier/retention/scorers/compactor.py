@@ -10,7 +10,7 @@ z-scores over all heads at once; compactor-vllm takes 0.5, no ‖v‖; all pool 
 exact leverage instead of a random sketch (see leverage_scores) and weighs both signals alike. It
 pools their sum, because what is asked for later is a span of tokens and half of it is worth little.
 The demo model recalled so many facts among look-alikes from 75/50/25/10% of a 4k context (contexts
-of seed 3000, for this choice alone; benchmarks/ reports other seeds):
+of seed 3000, for this choice alone; docs/decisions.md has other seeds):
 
     mass pooled over 3          .986 .910 .548 .312
     sum pooled over 3           .984 .961 .767 .497

@@ -9,7 +9,7 @@ It needs nothing from the prefill: no attention is looked at, and nothing is kep
 Sources: Compactor, §3.2; Park et al., "KeyDiff", 2025. Trials on contexts of seed 3000 chose that
 both are added, of keys before rotation, and pooled over three. On others it keeps more of what is
 asked for than `compactor` or `keydiff` at a quarter and a tenth, and as much, within the error, at
-a half and more (benchmarks/README.md). It is the default.
+a half and more (docs/decisions.md). It is the default.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.common.traffic import ANSWER_TOKENS, Cost, plain
 from benchmarks.cost import branches
 from benchmarks.cost.branches import all_traffic
+from benchmarks.cost.traffic import ANSWER_TOKENS, Cost, plain
 
 
 def common(one: list[int], other: list[int]) -> int:

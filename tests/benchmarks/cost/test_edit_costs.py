@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.common.traffic import ANSWER_TOKENS, Cost, Traffic, plain
 from benchmarks.cost import edits
 from benchmarks.cost.edits import TURNS, all_traffic, new_tokens
+from benchmarks.cost.traffic import ANSWER_TOKENS, Cost, Traffic, plain
 
 ANSWERS = [[500 + number] * ANSWER_TOKENS for number in range(TURNS)]
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 from benchmarks.common.benchmark import ROOT
 from benchmarks.gpu import pack as gpu_pack
-from benchmarks.gpu.fused.plugin import register
 
 USES_THE_STUB = """
 import sgl_kernel, sgl_kernel.anything.below
@@ -70,14 +68,7 @@ def test_sourcing_the_environment_finds_the_pack_and_keeps_the_callers_path(tmp_
     path, backend = done.stdout.splitlines()[:2]
     code = [f"{tmp_path}{folder}" for folder in ("", "/kernels", "/services", "/sglang_patches")]
     assert path.split(":") == [*code, f"{pack}/site", "/mine"]
-    assert backend == "plugin"
-
-
-def test_sglang_finds_the_fused_kernels_by_the_pack(tmp_path: Path) -> None:
-    gpu_pack.add_plugin(tmp_path)
-    (pack,) = distributions(path=[str(tmp_path)])
-    (found,) = pack.entry_points
-    assert (found.group, found.load()) == ("sglang.srt.plugins", register)
+    assert backend == "torch"
 
 
 def test_sglang_is_packed_without_binaries_and_what_serves_no_language_model(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks.planning import fleet_study, hints, validation
+from benchmarks.planning import fleet_study, validation
 
 ROW = {
     "policy": "full",
@@ -40,7 +40,7 @@ def test_windows_are_scaled_for_the_run_and_restored_after_it():
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("program", [validation, fleet_study, hints])
+@pytest.mark.parametrize("program", [validation, fleet_study])
 def test_programs_want_a_trace_and_have_good_defaults(program, capsys):
     with pytest.raises(SystemExit):
         program.BENCHMARK.parse([])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real.records import Records
-from benchmarks.real.statistics import difference, kept_worth
+from benchmarks.real.statistics import kept_worth
 from kvtier.errors import UsageError
 
 SETTINGS = {"model": "tiny", "seed": 0}
@@ -53,12 +53,3 @@ def test_worth_is_one_with_everything_and_none_with_nothing() -> None:
     assert half == pytest.approx((0.5, 0.5, 0.5))
     noisy = kept_worth(full + rng.normal(0.2, 0.1, full.shape), full, none)
     assert noisy.low < noisy.mean < noisy.high < 1
-
-
-def test_a_difference_is_that_of_the_worths() -> None:
-    rng = np.random.default_rng(1)
-    full, none = rng.random((2, 5)), 2 + rng.random((2, 5))
-    one, other = full + 0.1, full + 0.5
-    expected = kept_worth(one, full, none).mean - kept_worth(other, full, none).mean
-    assert difference(one, other, full, none).mean == pytest.approx(expected)
-    assert difference(one, one, full, none) == (0, 0, 0)

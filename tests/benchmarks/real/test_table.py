@@ -11,7 +11,7 @@ import torch
 from text_models import write_llama
 from torch import Tensor
 
-from benchmarks.real import changed_facts, table
+from benchmarks.real import samples, table
 from benchmarks.real.courses import COURSES, Clock, Course, Edited
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
@@ -147,19 +147,17 @@ def test_after_many_edits_stands_what_stood_after_one_but_for_rounding(
 def test_changed_facts_are_asked_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make = changed_facts.maker(str(folder))
-    plain, referred = make_samples(make, changed_facts.TASKS, 2, [TOKENS], 0)
+    make = samples.changed_facts(str(folder))
+    plain, referred = make_samples(make, samples.CHANGED_FACTS, 2, [TOKENS], 0)
     tokenizer = Tokenizer(str(folder))
     for sample in (plain, referred):
         (question,) = sample.questions
         code = tokenizer.decode(question.answer_ids).strip()
         assert f"is {code}. Nobody" in tokenizer.decode(sample.context_ids)
-    said = [
-        changed_facts.REFERENCE in tokenizer.decode(one.context_ids) for one in (plain, referred)
-    ]
+    said = [samples.REFERENCE in tokenizer.decode(one.context_ids) for one in (plain, referred)]
     assert said == [False, True]
     arguments = ["--model-path", str(folder), "--state", str(tmp_path)]
-    assert table.main([*arguments, "--tasks", "qa", changed_facts.PLAIN]) == 2
+    assert table.main([*arguments, "--tasks", "qa", samples.PLAIN]) == 2
     assert "changed facts alone" in capsys.readouterr().err
 
 

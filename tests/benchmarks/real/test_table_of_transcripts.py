@@ -11,7 +11,7 @@ import pytest
 from text_models import CHATML, write_llama, write_tokenizer
 
 from benchmarks.real import table
-from benchmarks.real.transcripts import MOST_QUESTIONS, TASK, elided, samples
+from benchmarks.real.samples import MOST_QUESTIONS, TRANSCRIPTS, elided, of_transcripts
 from kvtier.errors import UsageError
 from kvtier.synthetic.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ def test_context_prompt_and_answer_are_the_transcript_as_it_was(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     length, messages = 400, session(20)
-    (sample,) = samples(written(tmp_path, [{"messages": messages}]), tokenizer, length, 1)
+    (sample,) = of_transcripts(written(tmp_path, [{"messages": messages}]), tokenizer, length, 1)
     assert len(sample.context_ids) == length
     assert len(sample.questions) == MOST_QUESTIONS
     chat = [
@@ -68,7 +68,7 @@ def test_context_prompt_and_answer_are_the_transcript_as_it_was(
 def test_what_is_taken_out_of_a_context_stood_at_its_places(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    (sample,) = samples(written(tmp_path, [session(20)]), tokenizer, 400, 1)
+    (sample,) = of_transcripts(written(tmp_path, [session(20)]), tokenizer, 400, 1)
     shorter, taken = elided(sample, (0.25, 0.5), 50)
     whole, rest = list(sample.context_ids), list(shorter.context_ids)
     assert len(rest) == 300
@@ -78,15 +78,15 @@ def test_what_is_taken_out_of_a_context_stood_at_its_places(
 
 def test_transcripts_that_end_before_are_passed_over(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = written(tmp_path, [session(1), {"traj": session(20)}, session(30)])
-    assert len(samples(file, tokenizer, 400, 2)) == 2
+    assert len(of_transcripts(file, tokenizer, 400, 2)) == 2
     with pytest.raises(UsageError, match="3 transcripts that go on behind 400 tokens"):
-        samples(file, tokenizer, 400, 3)
+        of_transcripts(file, tokenizer, 400, 3)
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer(str(write_tokenizer(tmp_path)))
     with pytest.raises(UsageError, match="a model with a chat template"):
-        samples(written(tmp_path, [session(20)]), tokenizer, 400, 1)
+        of_transcripts(written(tmp_path, [session(20)]), tokenizer, 400, 1)
 
 
 def test_the_table_measures_on_transcripts(tmp_path: Path) -> None:
@@ -105,6 +105,6 @@ def test_the_table_measures_on_transcripts(tmp_path: Path) -> None:
     document = json.loads(out.read_text())
     assert document["settings"]["transcripts"] == "recorded.json.gz"
     found = {row["way"]: row for row in document["kept"]}
-    assert set(found["adaptive budgets"]["tasks"]) == {TASK}
+    assert set(found["adaptive budgets"]["tasks"]) == {TRANSCRIPTS}
     assert found["adaptive budgets, 5 turns + refresh"]["bytes"] > 0
     assert table.main([*arguments, "--tasks", "qa", "--out", str(out)]) == 2

@@ -15,7 +15,7 @@ from compressing import POLICIES, RULE
 from engine_process import DEMO_MODEL, retractions, run_engine, run_script
 from memory_samples import tokens
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.reference.attention import AttentionState
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.reference.rotation import rotation_of

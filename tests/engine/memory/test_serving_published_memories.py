@@ -20,7 +20,7 @@ from engine_process import DEMO_MODEL, REPOSITORY
 from live_server import free_port, serving
 from waiting import SAFETY_S
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.cli import main
 from kvtier.heads.model.loading import load_model
 from kvtier.memory.building import build

@@ -10,7 +10,7 @@ from compressing import uneven_profile
 from engine_process import DEMO_MODEL, run_script
 from tiered_engine import ENGINE
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.profile import HeadProfile, load_profile
 
 RUNNER = Path(__file__).with_name("ranks_runner.py")

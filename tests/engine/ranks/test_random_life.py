@@ -20,7 +20,7 @@ from tierd.live_tier import LiveTier, live_tier
 from tiered_engine import ENGINE, RULE
 from waiting import wait_for
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from serving import serve, tokens
 from tierd.live_tier import live_tier
 from tiered_engine import RULE
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 
 pytestmark = pytest.mark.engine
 

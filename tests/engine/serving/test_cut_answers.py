@@ -13,7 +13,7 @@ from compressing import POLICIES, RULE, RULE_ENV, competing
 from engine_process import DEMO_MODEL, run_engine
 from tierd.live_tier import live_tier
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.locality import CUT_WINDOW, WIDE_CUT_WINDOW

@@ -14,7 +14,7 @@ from tierd.live_tier import live_tier
 from tiered_engine import ENGINE as TIERED_ENGINE
 from tiered_engine import RULE as TIERED_RULE
 
-from benchmarks.common.recall_engine import ranks_on_a_cpu
+from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.scorers.reconstruction import Reconstruction

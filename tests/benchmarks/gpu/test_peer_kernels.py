@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.common.lists import Contexts, make_contexts
-from benchmarks.common.peer_kernels import (
+from benchmarks.gpu.check import __main__ as gpu_check
+from benchmarks.gpu.check.claims import make_bars
+from benchmarks.gpu.check.peer_kernels import (
     COMPACTOR_FILE,
     KVPRESS_FILE,
     PAGE_TOKENS,
@@ -20,9 +20,7 @@ from benchmarks.common.peer_kernels import (
     to_masked,
     to_pages,
 )
-from benchmarks.cost import masked
-from benchmarks.gpu.check import __main__ as gpu_check
-from benchmarks.gpu.check.claims import make_bars
+from benchmarks.gpu.lists import Contexts, make_contexts
 from kvtier_kernels import get_kernels
 
 SCALE = 0.2
@@ -118,35 +116,6 @@ def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_peer(tmp_path, COMPACTOR_FILE)
 
 
-def test_a_short_run_says_how_masking_compares(peers: Path, capsys) -> None:
-    out = peers / "masked.json"
-    arguments = ["--len", "2k", "--rounds", "2", "--peers", str(peers), "--out", str(out)]
-    assert masked.main(arguments) == 0
-    document = json.loads(out.read_text())
-    rounds = {name: len(rounds) for name, rounds in document["step_s"].items()}
-    assert rounds == dict.fromkeys(("full", "full, kvtier", "masked", "kvtier"), 2)
-    assert document["ratios"]["masked"] > 0
-    assert "over kvtier's" in capsys.readouterr().out
-
-
-def test_outputs_that_differ_are_a_bar_that_is_missed(peers: Path, capsys) -> None:
-    (peers / KVPRESS_FILE).write_text("def attention_patch(func):\n    return func\n")
-    out = peers / "masked.json"
-    arguments = ["--len", "2k", "--rounds", "1", "--peers", str(peers), "--out", str(out)]
-    assert masked.main(arguments) == 1
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [["--len", "1k"], ["--ca-heads", "8"], ["--rounds", "0"], ["--seed", "-1"], ["--peers", "/x"]],
-)
-def test_bad_input_names_its_argument(wrong, peers, capsys):
-    arguments = ["--peers", str(peers), "--out", str(peers / "x.json"), *wrong]
-    assert masked.main(arguments) == 2
-    assert wrong[0] in capsys.readouterr().err
-
-
 def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
     row = {"shape": "batch 1", "difference": 1e-3, "ours_s": 2.0, "theirs_s": 1.0}
     document = {
@@ -161,8 +130,8 @@ def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
 
 
 def test_parts_that_were_not_asked_for_are_left_out():
-    asked = gpu_check.Asked(0, flashinfer=False, serving=False, peers=None, folder=None)
+    asked = gpu_check.Asked(0, flashinfer=False, peers=None)
     left_out = {name for name in gpu_check.PARTS if asked.leaves_out(name)}
-    assert left_out == {"peers", "flashinfer", "serving"}
-    everything = gpu_check.Asked(0, flashinfer=True, serving=True, peers=Path("x"), folder=None)
+    assert left_out == {"peers", "flashinfer"}
+    everything = gpu_check.Asked(0, flashinfer=True, peers=Path("x"))
     assert not [name for name in gpu_check.PARTS if everything.leaves_out(name)]

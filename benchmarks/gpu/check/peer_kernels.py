@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.lists import Contexts
-from benchmarks.common.llama import SINK_TOKENS
+from benchmarks.gpu.lists import Contexts
+from benchmarks.gpu.llama import SINK_TOKENS
 
 COMPACTOR_FILE = "compactor-vllm/src/compactor_vllm/attention/sparse_decode_kernel.py"
 KVPRESS_FILE = "kvpress/attention_patch.py"

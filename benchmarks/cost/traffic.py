@@ -18,8 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from benchmarks.common.benchmark import Arguments, Options
-from benchmarks.common.recall_arguments import add_model
-from benchmarks.common.recall_engine import bench_plan
+from benchmarks.common.engines import bench_plan
 from benchmarks.common.remote import clean_environment, run_module
 from kvtier.bench.engine import Arrival, SglangEngine
 from kvtier.bench.measure import settled
@@ -62,7 +61,7 @@ class Job(BaseModel):
 
 def declare(arguments: Arguments) -> None:
     """A model with what was fitted to it, and how much of the traffic is asked for."""
-    add_model(arguments)
+    arguments.model()
     arguments.add(
         "--scorer-file", type=Path, required=True, metavar="FILE",
         help="what `kvtier calibrate tokens` fitted to the model",
@@ -89,7 +88,7 @@ def serve(
         job, costs = Path(name, "job.json"), Path(name, "costs.json")
         job.write_text(Job(plan=plan, traffic=tuple(traffic)).model_dump_json())
         environment = clean_environment() | plan.environment | dict(settings or {})
-        run_module("benchmarks.common.traffic", [job, costs], environment, Path(name, "log"))
+        run_module("benchmarks.cost.traffic", [job, costs], environment, Path(name, "log"))
         return [Cost.model_validate(one) for one in json.loads(costs.read_text())]
 
 

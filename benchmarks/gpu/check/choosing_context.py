@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.llama import DIM, GROUP, KV_HEADS, SCALE
+from benchmarks.gpu.llama import DIM, GROUP, KV_HEADS, SCALE
 from kvtier.retention import scorers
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.scorers import Chunk, Span, TokenScorer
