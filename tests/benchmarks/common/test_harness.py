@@ -20,7 +20,8 @@ from kvtier.errors import StartupError, UsageError
 
 PROGRAMS = (
     *("cost.branches", "cost.edits", "deploy.tier_in_podman", "gpu.check", "gpu.serving"),
-    *("memory.prefix_quality", "planning.fleet_study", "planning.validation", "real.equality"),
+    *("memory.prefix_quality", "planning.fleet_study", "planning.hints", "planning.validation"),
+    "real.equality",
     *("real.table", "soak", "tier.crash", "tier.faults", "tier.router", "tier.transport"),
 )
 # The flags that the commands of a folder cannot do without.
