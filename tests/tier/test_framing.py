@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tier.wire.framing import (
+from kvtier.tier.wire import (
     chunk_of,
     frame_chunk,
     parse_get_response,

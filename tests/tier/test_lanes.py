@@ -10,7 +10,7 @@ from waiting import SAFETY_S, be_slow
 
 pytest.importorskip("grpc")
 
-from kvtier.tier.transport.lanes import Lanes
+from kvtier.tier.transport.shared import Lanes
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from kvtier.errors import KvtierError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.cli import parse
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd.limits import Limits
 from kvtier_tierd.options import TierOptions
 
 SMALL = ("--memory", "1m", "--shared-memory", "off", "--insecure-local")

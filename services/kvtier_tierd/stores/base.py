@@ -27,7 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvtier_tierd.limits.budget import Budget
+from kvtier.errors import UsageError
+from kvtier.tier.blobs.keys import KEY_BYTES
+from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
+from kvtier_tierd.limits import MAX_NAMESPACE_BYTES, Budget
 from kvtier_tierd.stores.options import StoreOptions
 
 Buffer = memoryview
@@ -219,15 +222,42 @@ class BlobStore(ABC):
         means nothing while a commit is under way."""
 
 
-async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
-    """Copy in steps: a large blob must not keep the event loop from the other calls."""
-    position = 0
-    for piece in pieces:
-        for begin in range(0, len(piece), COPY_BYTES):
-            block = piece[begin : begin + COPY_BYTES]
-            draft.buffer[position : position + len(block)] = block
-            position += len(block)
-            await asyncio.sleep(0)
+def check_blob(name: BlobName, info: BlobInfo) -> None:
+    """Check a blob that is kept outside of this process, where its parts have limits. Raises
+    UsageError."""
+    try:
+        long = len(name.namespace.encode()) > MAX_NAMESPACE_BYTES
+    except UnicodeEncodeError:
+        long = True
+    if long:
+        expected = f"at most {MAX_NAMESPACE_BYTES} bytes of UTF-8"
+        raise UsageError("namespace", expected, name.namespace)
+    if len(name.key) != KEY_BYTES:
+        raise UsageError("key", f"{KEY_BYTES} bytes", len(name.key))
+    if len(info.layout) > MAX_LAYOUT_BYTES:
+        raise UsageError("layout", f"at most {MAX_LAYOUT_BYTES} bytes", len(info.layout))
+    if len(info.checksum) != CHECKSUM_BYTES:
+        raise UsageError("checksum", f"{CHECKSUM_BYTES} bytes", len(info.checksum))
+
+
+async def filled(
+    store: BlobStore, name: BlobName, info: BlobInfo, pieces: Iterable[Buffer]
+) -> Draft:
+    """Return a draft of a payload, which is copied in steps: a large blob must not keep the event
+    loop from the other calls. Raises TierError where there is no room for it."""
+    draft = await store.reserve(name, info)
+    try:
+        position = 0
+        for piece in pieces:
+            for begin in range(0, len(piece), COPY_BYTES):
+                block = piece[begin : begin + COPY_BYTES]
+                draft.buffer[position : position + len(block)] = block
+                position += len(block)
+                await asyncio.sleep(0)
+    except BaseException:
+        await store.abort(draft)
+        raise
+    return draft
 
 
 __all__ = [
@@ -239,5 +269,6 @@ __all__ = [
     "SharedFile",
     "StoreResources",
     "StoreStats",
-    "fill",
+    "check_blob",
+    "filled",
 ]

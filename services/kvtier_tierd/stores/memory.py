@@ -223,15 +223,7 @@ class MemoryStore(BlobStore):
             self.arena.free(blob.offset)
 
     def stats(self) -> StoreStats:
-        return StoreStats(
-            kind=self.kind,
-            capacity_bytes=self.account.capacity_bytes,
-            used_bytes=self.account.used_bytes,
-            blobs=len(self._blobs),
-            evictions=self.account.evictions,
-            quarantined=self.quarantined,
-            namespaces=self.account.by_namespace(),
-        )
+        return self.account.stats(self.kind, self.quarantined)
 
     def check_integrity(self) -> list[str]:
         problems = self.account.check_integrity() + self.arena.check_integrity()

@@ -11,7 +11,7 @@ from waiting import SAFETY_S, FakeClock, wait_for
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.link import link as link_module
 from kvtier.tier.link.breaker import Breaker
-from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.queues import Fetch
 
 # ---- what it is for
 

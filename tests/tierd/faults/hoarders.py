@@ -18,7 +18,7 @@ from live_tier import (
 from waiting import SAFETY_S, wait_for
 
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits import progress
+from kvtier_tierd import limits
 
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -62,7 +62,8 @@ class Patience:
     def __init__(self, monkeypatch) -> None:
         self._waits: list[asyncio.Timeout] = []
         self._ran_out = 0
-        monkeypatch.setattr(progress, "asyncio", SimpleNamespace(timeout=self._timeout))
+        stand_in = SimpleNamespace(timeout=self._timeout, sleep=asyncio.sleep)
+        monkeypatch.setattr(limits, "asyncio", stand_in)
 
     @asynccontextmanager
     async def _timeout(self, _allowed_s: float) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.stores.disk.options import DiskOptions
+from kvtier_tierd.stores.disk.store import DiskOptions
 
 # ---- room in the shared memory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -22,8 +23,8 @@ from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits import namespaces, progress
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd import limits
+from kvtier_tierd.limits import Limits
 
 # ---- puts that do not come to an end
 
@@ -47,8 +48,8 @@ def test_a_put_takes_room_from_others_when_all_of_it_is_there_and_not_before(sen
 
 
 def test_a_put_that_can_never_be_stored_is_refused_by_its_header():
-    limits = {"ada": Limits(quota_bytes=4 * MIB), "bob": Limits()}
-    with in_process(namespaces=limits) as tier, raw_stub(tier.address) as stub:
+    own = {"ada": Limits(quota_bytes=4 * MIB), "bob": Limits()}
+    with in_process(namespaces=own) as tier, raw_stub(tier.address) as stub:
         for namespace, num_bytes in (("ada", 5 * MIB), ("bob", 17 * MIB)):
             with stalled_put(stub, 1, num_bytes, 0, namespace) as (call, _):
                 assert call.exception(SAFETY_S).code() is EXHAUSTED
@@ -96,12 +97,11 @@ def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it(monkeypatch):
     async def sleep(seconds: float) -> None:
         clock.passes(seconds)
 
-    monkeypatch.setattr(namespaces, "time", clock)
-    monkeypatch.setattr(progress, "time", clock)
-    monkeypatch.setattr(namespaces, "asyncio", SimpleNamespace(sleep=sleep))
-    limits = {"ada": Limits(bytes_per_s=1 << 12)}
+    monkeypatch.setattr(limits, "time", clock)
+    stand_in = SimpleNamespace(sleep=sleep, timeout=asyncio.timeout)
+    monkeypatch.setattr(limits, "asyncio", stand_in)
     with (
-        in_process(namespaces=limits, stall_s=60.0) as tier,
+        in_process(namespaces={"ada": Limits(bytes_per_s=1 << 12)}, stall_s=60.0) as tier,
         TierClient(tier.address, "ada", timeout_s=SAFETY_S, shared=False) as client,
     ):
         client.connect()

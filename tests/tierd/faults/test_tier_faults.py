@@ -20,7 +20,7 @@ from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import Landing
 from kvtier_tierd.stores.disk import medium as disk_medium
-from kvtier_tierd.stores.disk.options import DiskOptions
+from kvtier_tierd.stores.disk.store import DiskOptions
 
 # Blobs that land between two faults.
 SOME = 40

@@ -29,7 +29,7 @@ from kvtier.errors import TierRefusedError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient, TlsFiles
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd.limits import Limits
 
 
 class Tls:
@@ -130,7 +130,7 @@ def test_a_certificate_without_a_name_is_refused(tls):
         client.connect()
 
 
-# ---- who is not let in (kvtier.tier.wire.status says why these are unavailable)
+# ---- who is not let in (kvtier.tier.wire says why these are unavailable)
 
 
 @pytest.mark.parametrize("who", ["foreign", "expired", "none", "plaintext"])

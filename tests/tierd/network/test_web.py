@@ -26,7 +26,7 @@ from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import server as server_module
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd.limits import Limits
 from kvtier_tierd.monitoring.metrics import MAX_NAMESPACES
 from kvtier_tierd.options import TierOptions
 

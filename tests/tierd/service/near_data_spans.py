@@ -16,7 +16,7 @@ from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.near_data.exact_kv import ExactSpan
 from kvtier.tier.near_data.messages import Context
 from kvtier.tier.near_data.session import NearData
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Deadline
 
 LAYERS, HEADS, GROUP, DIM, SPAN = 2, 3, 2, 16, 32
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -39,7 +39,7 @@ from kvtier.tier.client import TierClient
 from kvtier.tier.near_data.exact_kv import exact_kv
 from kvtier.tier.near_data.messages import Context, Entries
 from kvtier.tier.near_data.session import NearData
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Deadline
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.service import near_data
 from kvtier_tierd.stores.base import BlobName

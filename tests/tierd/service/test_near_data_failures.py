@@ -27,7 +27,7 @@ from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.client import TierClient
 from kvtier.tier.near_data.messages import Context, Entries
 from kvtier.tier.near_data.session import NearData
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Deadline
 from kvtier.v1 import tier_pb2 as pb
 
 

@@ -27,10 +27,10 @@ from waiting import SAFETY_S, wait_for
 from kvtier.errors import TierExhaustedError, TierProtocolError, UsageError
 from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, PROTOCOL_VERSION
+from kvtier.tier.wire import MAX_QUERIES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.network.decoding import SeldomLog
-from kvtier_tierd.service import verifying
+from kvtier_tierd.decoding import SeldomLog
+from kvtier_tierd.service import requests
 from kvtier_tierd.service.requests import MAX_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -211,9 +211,9 @@ def test_another_keys_or_namespaces_bytes_under_this_key_do_not_land(tier, share
 
 def test_a_client_that_cries_wolf_takes_nothing_out_of_service(tier, monkeypatch):
     """The service's answer to it does not keep others waiting, either."""
-    looked, verifies = [], verifying.verifies
+    looked, verifies = [], requests.verifies
     monkeypatch.setattr(
-        verifying, "verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)
+        requests, "verifies", lambda *a: looked.append(threading.current_thread()) or verifies(*a)
     )
     with TierClient(tier.address, timeout_s=SAFETY_S) as client, raw_stub(tier.address) as stub:
         client.connect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -23,8 +24,8 @@ from waiting import SAFETY_S, FakeClock, wait_for
 from kvtier.errors import TierExhaustedError, TierRefusedError
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits import namespaces
-from kvtier_tierd.limits.namespaces import PACED_CHUNK_BYTES, REFUSAL_S, Limits
+from kvtier_tierd import limits as limits_module
+from kvtier_tierd.limits import PACED_CHUNK_BYTES, REFUSAL_S, Limits
 
 PAGE = 4096
 
@@ -107,8 +108,9 @@ def waited(monkeypatch) -> list[float]:
         found.append(seconds)
         clock.now += seconds
 
-    monkeypatch.setattr(namespaces, "time", clock)
-    monkeypatch.setattr(namespaces, "asyncio", SimpleNamespace(sleep=sleep))
+    stand_in = SimpleNamespace(sleep=sleep, timeout=asyncio.timeout)
+    monkeypatch.setattr(limits_module, "time", clock)
+    monkeypatch.setattr(limits_module, "asyncio", stand_in)
     return found
 
 

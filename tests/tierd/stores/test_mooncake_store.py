@@ -25,9 +25,8 @@ from waiting import be_slow_async, wait_for_async
 
 from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.mooncake.link import MooncakeLink
-from kvtier_tierd.stores.mooncake.objects import trailer
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions
-from kvtier_tierd.stores.mooncake.store import MooncakeStore
+from kvtier_tierd.stores.mooncake.store import MooncakeStore, trailer
 
 pytestmark = pytest.mark.usefixtures("mooncake")
 

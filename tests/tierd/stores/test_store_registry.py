@@ -14,7 +14,7 @@ from store_contract import StoreContract
 
 from kvtier.errors import UsageError
 from kvtier_tierd.cli import parse
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.base import BlobStore, StoreResources
 from kvtier_tierd.stores.options import DIRECTORY, SIZE
 from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_flags

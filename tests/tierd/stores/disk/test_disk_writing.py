@@ -14,7 +14,7 @@ from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, re
 from waiting import SAFETY_S, wait_for_async
 
 from kvtier.errors import TierExhaustedError, UsageError
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 from kvtier_tierd.stores.disk import index as disk_index
 from kvtier_tierd.stores.disk.medium import DiskMedium
