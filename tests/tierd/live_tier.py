@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,3 +248,14 @@ def in_process(**options: Any) -> Iterator[InProcessTier]:
         yield tier
     finally:
         tier.stop()
+
+
+def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    """The status and the text of an answer of the service over HTTP."""
+    url = f"http://{host}:{tier.server.metrics_port}{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()

@@ -11,19 +11,64 @@ Stores charge blobs as they like; the tests find out what one costs and count in
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from store_blobs import blob_name, content, get, held, info_of, payload_of, put, reserve
+from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
 from store_model import ALL_NAMES, STEPS, Model
-from store_room_contract import RoomContract
 
+from kvtier.errors import TierExhaustedError
 from kvtier_tierd.stores.base import BlobName, BlobStore
 
 
-class StoreContract(RoomContract):
-    """See the module docstring, and the contract about room that it derives from."""
+class StoreContract:
+    """See the module docstring. room_bytes: a capacity no test fills by accident."""
+
+    room_bytes = 16 << 20
+
+    @staticmethod
+    def make_store(
+        directory: Path, capacity_bytes: int, quotas: Mapping[str, int] | None
+    ) -> BlobStore:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def opened(self, capacity_bytes: int, quotas: Mapping[str, int] | None = None) -> Any:
+        """A started store in a new place; healthy at the end."""
+        with tempfile.TemporaryDirectory() as directory:
+            store = self.make_store(Path(directory), capacity_bytes, quotas)
+            await store.start()
+            yield store
+            assert store.check_integrity() == []
+            await store.close()
+
+    def run(
+        self,
+        scenario: Callable[[BlobStore], Awaitable[None]],
+        blobs: float | None = None,
+        quota: float | None = None,
+    ) -> None:
+        """Play a scenario on a store with room for so many blobs of SIZE.
+
+        quota: blobs of SIZE that namespace "a" may hold.
+        """
+
+        async def play() -> None:
+            async with self.opened(self.room_bytes) as store:
+                await put(store, blob_name(0), payload_of(0))
+                cost = store.stats().used_bytes
+            capacity = self.room_bytes if blobs is None else int(blobs * cost)
+            quotas = None if quota is None else {"a": int(quota * cost)}
+            async with self.opened(capacity, quotas) as store:
+                await scenario(store)
+
+        asyncio.run(play())
 
     def test_what_was_committed_is_what_is_read(self):
         async def scenario(store: BlobStore) -> None:
@@ -188,3 +233,135 @@ class StoreContract(RoomContract):
                 await put(store, blob_name(0, "b"), payload_of(0, 100_000))
 
         asyncio.run(play())
+
+    # ---- room: limits that hold, and who goes first when it is short
+
+    def test_what_can_never_be_held_is_known_before_anything_of_it_is_there(self):
+        async def play(store: BlobStore) -> None:
+            await put(store, blob_name(1), payload_of(1, 100))
+            before = store.stats()
+            fits, too_large = payload_of(2, 100), payload_of(3, self.room_bytes + 1)
+            store.check(blob_name(2), info_of(fits))
+            with pytest.raises(TierExhaustedError):
+                store.check(blob_name(3), info_of(too_large))
+            assert store.stats() == before
+
+        self.run(play)
+
+    def test_a_blob_opened_twice_is_pinned_until_both_are_closed(self):
+        async def scenario(store: BlobStore) -> None:
+            await put(store, blob_name(0), payload_of(0))
+            first, second = await store.open(blob_name(0)), await store.open(blob_name(0))
+            first.close()
+            first.close()
+            with pytest.raises(TierExhaustedError):
+                await reserve(store, blob_name(1), payload_of(1))
+            second.close()
+            await put(store, blob_name(1), payload_of(1))
+            assert await held(store, 0, 1) == [1]
+
+        self.run(scenario, blobs=1)
+
+    def test_the_least_recently_used_blob_goes_first(self):
+        async def scenario(store: BlobStore) -> None:
+            for number in range(4):
+                await put(store, blob_name(number), payload_of(number))
+            assert await get(store, blob_name(0)) == payload_of(0)
+            assert await get(store, blob_name(2)) == payload_of(2)
+            await put(store, blob_name(4), payload_of(4))
+            assert await held(store, *range(5)) == [0, 2, 3, 4]
+            await put(store, blob_name(5), payload_of(5))
+            assert await held(store, *range(6)) == [0, 2, 4, 5]
+            assert store.stats().evictions == 2
+
+        self.run(scenario, blobs=4)
+
+    def test_asking_whether_a_blob_is_there_is_no_use_of_it(self):
+        async def scenario(store: BlobStore) -> None:
+            for number in range(3):
+                await put(store, blob_name(number), payload_of(number))
+            assert await held(store, 0) == [0]
+            await put(store, blob_name(3), payload_of(3))
+            assert await held(store, *range(4)) == [1, 2, 3]
+
+        self.run(scenario, blobs=3)
+
+    def test_a_touch_is_a_use_of_what_is_there(self):
+        async def scenario(store: BlobStore) -> None:
+            for number in range(3):
+                await put(store, blob_name(number), payload_of(number))
+            store.touch([blob_name(1), blob_name(9), blob_name(0), blob_name(1, "b")])
+            await put(store, blob_name(3), payload_of(3))
+            assert await held(store, *range(10)) == [0, 1, 3]
+            await put(store, blob_name(4), payload_of(4))
+            assert await held(store, *range(10)) == [0, 3, 4]
+            assert await get(store, blob_name(0)) == payload_of(0)
+
+        self.run(scenario, blobs=3)
+
+    def test_what_is_larger_than_the_store_is_refused_and_evicts_nothing(self):
+        async def scenario(store: BlobStore) -> None:
+            await put(store, blob_name(1), payload_of(1))
+            with pytest.raises(TierExhaustedError):
+                await store.reserve(blob_name(2), info_of(payload_of(2, 10 * SIZE)))
+            assert await held(store, 1) == [1]
+
+        self.run(scenario, blobs=2)
+
+    def test_a_quota_is_hard_and_binds_its_own_namespace_only(self):
+        async def scenario(store: BlobStore) -> None:
+            for number in range(3):
+                await put(store, blob_name(number, "b"), payload_of(number))
+            for number in range(5):
+                await put(store, blob_name(number), payload_of(number))
+            assert await held(store, *range(5)) == [3, 4]
+            assert await get(store, blob_name(0, "b")) == payload_of(0)
+            with pytest.raises(TierExhaustedError):
+                await store.reserve(blob_name(9), info_of(payload_of(9, 4 * SIZE)))
+            drafts = [await reserve(store, blob_name(n), payload_of(n)) for n in (5, 6)]
+            with pytest.raises(TierExhaustedError):
+                await reserve(store, blob_name(7), payload_of(7))
+            for draft in drafts:
+                await store.abort(draft)
+
+        self.run(scenario, blobs=6, quota=2.5)
+
+    def test_what_is_being_read_or_written_leaves_no_room(self):
+        async def scenario(store: BlobStore) -> None:
+            await put(store, blob_name(0), payload_of(0))
+            handle = await store.open(blob_name(0))
+            draft = await reserve(store, blob_name(1), payload_of(1))
+            with pytest.raises(TierExhaustedError):
+                await reserve(store, blob_name(2), payload_of(2))
+            assert await held(store, 0) == [0]
+            handle.close()
+            await store.commit(draft)
+            await put(store, blob_name(2), payload_of(2))
+            assert await held(store, 0, 1, 2) == [1, 2]
+
+        self.run(scenario, blobs=2)
+
+    def test_a_hidden_blob_takes_room_until_its_last_reader_is_gone(self):
+        async def scenario(store: BlobStore) -> None:
+            await put(store, blob_name(0), payload_of(0))
+            first, last = await store.open(blob_name(0)), await store.open(blob_name(0))
+            await store.delete(blob_name(0))
+            first.close()
+            with pytest.raises(TierExhaustedError):
+                await reserve(store, blob_name(1), payload_of(1))
+            assert content(last) == payload_of(0)
+            last.close()
+            await put(store, blob_name(1), payload_of(1))
+
+        self.run(scenario, blobs=1)
+
+    def test_an_aborted_draft_gives_its_room_back(self):
+        async def scenario(store: BlobStore) -> None:
+            for _ in range(5):
+                drafts = [await reserve(store, blob_name(n), payload_of(n)) for n in range(3)]
+                for draft in drafts:
+                    await store.abort(draft)
+            assert await held(store, 0, 1, 2) == []
+            assert (store.stats().used_bytes, store.stats().evictions) == (0, 0)
+
+        self.run(scenario, blobs=3)

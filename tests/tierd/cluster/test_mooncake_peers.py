@@ -15,12 +15,7 @@ from dataclasses import replace
 import pytest
 from mooncake_master import MIB, MooncakeMaster, free_ports
 from mooncake_peer import MooncakePeer
-from mooncake_play import (
-    SEGMENT,
-    options_of,
-    play,
-    puts,
-)
+from mooncake_play import SEGMENT, options_of, play, puts
 from pausing import pause
 from store_blobs import blob_name, get, held, payload_of, put, reserve
 from waiting import FakeClock, wait_for_async
@@ -33,55 +28,6 @@ from kvtier_tierd.stores.mooncake.store import MooncakeStore
 pytestmark = pytest.mark.usefixtures("mooncake")
 
 # ---- two processes
-
-
-def test_what_one_process_puts_another_gets_and_what_is_killed_with_it_is_missing(master):
-    options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            assert peer.ask("put", 1)
-            assert peer.ask("put", 2)
-            await put(store, blob_name(3), payload_of(3, MIB))
-            assert await held(store, 1, 2, 3, 4) == [1, 2, 3]
-            assert await get(store, blob_name(1)) == payload_of(1, MIB)
-            assert peer.ask("get", 3) == "right"
-            assert peer.ask("get", 4) == "missing"
-            peer.signal(signal.SIGKILL)
-            for number in (1, 2):
-                assert await get(store, blob_name(number)) is None
-            assert await get(store, blob_name(3)) == payload_of(3, MIB)
-            await put(store, blob_name(4), payload_of(4, MIB))
-            assert await get(store, blob_name(4)) == payload_of(4, MIB)
-            await wait_for_async(lambda: gone(store, 1, 2))
-        assert await held(store, 1, 2, 3, 4) == [3, 4]
-
-    play(options, scenario)
-
-
-def test_what_a_killed_process_held_costs_its_readers_next_to_nothing_and_is_stored_anew(master):
-    options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            for number in range(10):
-                assert peer.ask("put", number)
-            await put(store, blob_name(20), payload_of(20, MIB))
-            peer.signal(signal.SIGKILL)
-            assert len(await held(store, *range(10))) == 10, "no service knows yet"
-            for number in range(10):
-                assert await get(store, blob_name(number)) is None
-            assert await held(store, *range(10), 20) == [20]
-            await put(store, blob_name(3), payload_of("anew"))
-            assert await get(store, blob_name(3)) == payload_of("anew")
-            assert await held(store, *range(10), 20) == [3, 20]
-        with MooncakePeer(options) as peer:
-            assert peer.ask("put", 4)
-            # The client may still be waiting before it connects again: see segments.py.
-            found = await wait_for_async(lambda: get(store, blob_name(4)), "it is not back")
-            assert found == payload_of(4, MIB)
-
-    play(options, scenario)
 
 
 def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, monkeypatch):
@@ -108,10 +54,6 @@ def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, m
 
 async def never(address: str) -> bool:
     return False
-
-
-async def gone(store: MooncakeStore, *numbers: int) -> bool:
-    return not await held(store, *numbers)
 
 
 def test_puts_that_went_to_a_killed_process_work_again():
@@ -226,26 +168,6 @@ def test_another_process_that_listens_there_is_no_master():
             await store.close()
 
     asyncio.run(run())
-
-
-def test_a_master_that_dies_means_misses_at_once_and_it_comes_back():
-    with MooncakeMaster() as master:
-
-        async def scenario(store: MooncakeStore) -> None:
-            await put(store, blob_name(1), payload_of(1))
-            master.signal(signal.SIGKILL)
-            assert await store.open(blob_name(1)) is None
-            assert await held(store, 1) == []
-            assert await store.open(blob_name(1)) is None
-            with pytest.raises(TierUnavailableError, match=master.address):
-                await reserve(store, blob_name(2), payload_of(2))
-            master.start()
-            await wait_for_async(lambda: puts(store, 2))
-            assert await get(store, blob_name(2)) == payload_of(2, MIB)
-            # A new master knows no blobs.
-            assert await held(store, 1, 2) == [2]
-
-        play(options_of(master), scenario)
 
 
 def test_a_master_that_hangs_means_misses_and_it_comes_back():

@@ -115,9 +115,7 @@ class Fleet:
             return fact()
 
         wait_for(
-            loaded,
-            lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}",
-            poll_s=0.001,
+            loaded, lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}", poll_s=0.001
         )
 
     def load(self, landed: int) -> None:

@@ -124,22 +124,6 @@ def test_connections_that_are_reset(tmp_path, memory_directory):
         engines.settle()
 
 
-def test_a_network_that_is_slow(tmp_path):
-    """Everything goes through, later."""
-    with (
-        live_tier(tmp_path, "--memory", "4m") as tier,
-        tcp_proxy(tier.address) as proxy,
-        fleet(proxy.address, shared=False, timeout_s=SAFETY_S) as engines,
-    ):
-        # Some ten times as long as a loopback takes.
-        proxy.delay_s = 0.005
-        engines.load_until(
-            lambda: engines.outcomes.total() >= HITS and engines.counters["put"] >= HITS / 2
-        )
-        assert engines.failed == 0
-        engines.settle()
-
-
 def test_a_network_that_is_slower_than_any_deadline(tmp_path):
     """A tier that is not there, until it is fast again."""
     with (

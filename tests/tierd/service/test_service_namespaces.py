@@ -9,16 +9,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
-from live_tier import (
-    blob_of,
-    failing,
-    fetch,
-    header_of,
-    in_process,
-    key_of,
-    payload_of,
-    raw_stub,
-)
+from live_tier import blob_of, failing, fetch, header_of, in_process, key_of, payload_of, raw_stub
 from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import TierExhaustedError, TierRefusedError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import urllib.request
 from contextlib import ExitStack, contextmanager
 
 import grpc
@@ -11,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from live_tier import (
+    ask,
     blob_of,
     failing,
     fetch,
@@ -32,7 +32,7 @@ PAGE = 4096
 
 def test_a_draining_service_ends_what_runs_and_takes_no_more():
     with (
-        in_process(drain_s=3600.0) as tier,
+        in_process(drain_s=3600.0, metrics_port=0) as tier,
         raw_stub(tier.address) as stub,
         ExitStack() as stack,
     ):
@@ -51,6 +51,7 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
         stopping = threading.Thread(target=tier.shut_down)
         stopping.start()
         assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (ask(tier, "/readyz"), ask(tier, "/livez")) == ((503, "not ready\n"), (200, "ok\n"))
         with failing(grpc.StatusCode.UNAVAILABLE):
             stub.Exists(pb.ExistsRequest(keys=[key_of(1)]))
         with (
@@ -106,9 +107,7 @@ def test_stats_and_metrics_say_what_happened(memory_directory):
             stats = streaming.stats()
         assert (stats.store, stats.blobs, stats.used_bytes) == ("memory", 2, 3 * PAGE)
         assert stats.capacity_bytes == stats.namespace_quota_bytes == 16 << 20
-        url = f"http://127.0.0.1:{tier.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            said = answer.read().decode()
+        _, said = ask(tier, "/metrics")
         for line in (
             'bytes_total{direction="put",namespace="ada",path="stream"} 1000.0',
             'bytes_total{direction="put",namespace="ada",path="shared"} 5000.0',
@@ -136,9 +135,7 @@ def test_the_store_is_asked_for_metrics_in_its_own_thread_only(monkeypatch):
         monkeypatch.setattr(
             tier.store, "stats", lambda: asked.append(threading.current_thread()) or stats()
         )
-        url = f"http://127.0.0.1:{tier.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            assert b"kvtier_tier_used_bytes 0.0" in answer.read()
+        assert "kvtier_tier_used_bytes 0.0" in ask(tier, "/metrics")[1]
         assert asked == [tier.thread]
 
 

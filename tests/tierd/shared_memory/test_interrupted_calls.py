@@ -5,13 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from live_tier import (
-    blob_of,
-    fetch,
-    header_of,
-    key_of,
-    raw_stub,
-)
+from live_tier import blob_of, fetch, header_of, key_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError, UsageError

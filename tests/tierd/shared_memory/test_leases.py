@@ -7,16 +7,7 @@ import sys
 
 import grpc
 import pytest
-from live_tier import (
-    blob_of,
-    failing,
-    fetch,
-    header_of,
-    key_of,
-    live_tier,
-    payload_of,
-    raw_stub,
-)
+from live_tier import blob_of, failing, fetch, header_of, key_of, live_tier, payload_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError

@@ -7,21 +7,12 @@ import os
 import threading
 
 import pytest
-from live_tier import (
-    LAYOUT,
-    blob_of,
-    fetch,
-    in_process,
-    key_of,
-    live_tier,
-    payload_of,
-)
+from live_tier import LAYOUT, blob_of, fetch, in_process, key_of, live_tier, payload_of
 from waiting import SAFETY_S, wait_for
 
-from kvtier.errors import TierProtocolError, TierUnavailableError
+from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.transport import shared_memory as shared_module
-from kvtier.tier.transport.shared_memory import SharedMemory, copy
+from kvtier.tier.transport.shared_memory import SharedMemory
 
 
 def test_a_flipped_byte_in_the_file_is_corrupt_then_quarantined_then_missing(tier, client):
@@ -107,15 +98,6 @@ def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, 
     assert opened(pipe, num_bytes=0) is None
 
 
-@pytest.mark.parametrize("extent", [(0, 10), (1 << 20, 10), (4090, 10), (16, 1 << 63)])
-def test_an_extent_outside_of_the_memory_is_refused(memory_directory, extent):
-    path = memory_directory / "kvtier-tier-1"
-    path.write_bytes(bytes(range(16)) + bytes(4080))
-    memory = SharedMemory.open(str(path), 4096, bytes(range(16)))
-    with pytest.raises(TierProtocolError, match="outside"):
-        memory.view(*extent)
-
-
 def test_a_client_elsewhere_streams(memory_directory):
     with in_process(shared_directory=memory_directory) as tier:
         os.rename(tier.server.service.shared.path, memory_directory / "elsewhere")
@@ -172,14 +154,6 @@ def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
         for thread in threads:
             thread.join()
         assert failures == []
-
-
-def test_copying_stops_when_time_is_up():
-    target = bytearray(3 * shared_module.BLOCK_BYTES)
-    with pytest.raises(TierUnavailableError, match="lease"):
-        copy([bytes(len(target))], memoryview(target), until=0.0)
-    copy([b"abc", b"", b"def"], memoryview(target)[:6])
-    assert target[:6] == b"abcdef"
 
 
 def test_nothing_that_is_open_is_handed_down_to_other_programs(memory_directory):

@@ -60,18 +60,6 @@ def test_what_memory_has_no_room_for_is_still_on_disk_and_comes_back(tmp_path):
     asyncio.run(play())
 
 
-def test_what_was_written_behind_survives_a_restart(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path) as store:
-            await put(store, blob_name(1), payload_of(1))
-        async with layered(tmp_path) as store:
-            assert await held(store.memory, 1) == []
-            assert await get(store, blob_name(1)) == payload_of(1)
-            assert await held(store.memory, 1) == [1]
-
-    asyncio.run(play())
-
-
 def test_what_memory_serves_all_the_time_is_not_what_the_disk_evicts(tmp_path):
     async def play() -> None:
         async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:

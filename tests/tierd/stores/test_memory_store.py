@@ -24,12 +24,6 @@ class TestMemoryStoreContract(StoreContract):
         return MemoryStore(capacity_bytes, quotas, watermarks=NO_WATERMARKS)
 
 
-class TestSharedMemoryStoreContract(StoreContract):
-    @staticmethod
-    def make_store(directory, capacity_bytes, quotas):
-        return MemoryStore(capacity_bytes, quotas, directory, watermarks=NO_WATERMARKS)
-
-
 class TestLayeredStoreContractWhileNothingGetsToDisk(StoreContract):
     @staticmethod
     def make_store(directory, capacity_bytes, quotas):
@@ -48,22 +42,6 @@ def test_beyond_the_high_watermark_the_oldest_go_until_the_low_one():
         await put(store, blob_name(18), payload_of(18))
         assert await held(store, *range(19)) == [0, *range(10, 19)]
         handle.close()
-        assert store.check_integrity() == []
-
-    asyncio.run(play())
-
-
-def test_room_in_one_piece_is_made_where_there_is_only_room_in_many():
-    async def play() -> None:
-        store = MemoryStore(8 * COST, watermarks=NO_WATERMARKS)
-        for number in range(8):
-            await put(store, blob_name(number), payload_of(number))
-        for number in (1, 3, 5, 7):
-            await store.delete(blob_name(number))
-        (await store.open(blob_name(0))).close()
-        await put(store, blob_name(9), payload_of(9, 3 * COST))
-        assert await get(store, blob_name(9)) == payload_of(9, 3 * COST)
-        assert await held(store, 0, 2, 4, 6) == [0, 4, 6], "no more went than had to"
         assert store.check_integrity() == []
 
     asyncio.run(play())

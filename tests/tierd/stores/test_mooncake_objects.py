@@ -9,12 +9,7 @@ from store_blobs import SIZE, info_of, payload_of
 
 from kvtier.errors import UsageError
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions
-from kvtier_tierd.stores.mooncake.store import (
-    MooncakeStore,
-    object_bytes,
-    parse_trailer,
-    trailer,
-)
+from kvtier_tierd.stores.mooncake.store import MooncakeStore, object_bytes, parse_trailer, trailer
 
 
 def test_a_package_that_is_not_installed_is_said_with_the_command(monkeypatch):
@@ -26,7 +21,6 @@ def test_a_package_that_is_not_installed_is_said_with_the_command(monkeypatch):
 
 @pytest.mark.parametrize(("given", "flag"), [
     ({"master": "nowhere"}, "--mooncake-master"),
-    ({"master": ":5"}, "--mooncake-master"),
     ({"metadata": "etcd"}, "--mooncake-metadata"),
     ({"segment_bytes": 1}, "--mooncake-segment"),
     ({"segment_bytes": 0}, "--mooncake-capacity"),

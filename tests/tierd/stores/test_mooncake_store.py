@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from mooncake_master import MIB, MooncakeMaster
 from mooncake_peer import MooncakePeer
-from mooncake_play import (
-    options_of,
-    play,
-    prefixes,
-    puts,
-)
-from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put, reserve
+from mooncake_play import options_of, play, prefixes, puts
+from store_blobs import blob_name, content, get, held, info_of, payload_of, put, reserve
 from store_contract import StoreContract
 from waiting import be_slow_async, wait_for_async
 
-from kvtier.errors import TierExhaustedError
+from kvtier.errors import TierExhaustedError, UsageError
 from kvtier_tierd.stores.mooncake.link import MooncakeLink
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.store import MooncakeStore, trailer
@@ -128,6 +120,14 @@ def test_asking_for_nothing_is_no_question(master):
     play(options_of(master), scenario)
 
 
+def test_a_name_that_no_object_can_have_is_refused(master):
+    async def scenario(store: MooncakeStore) -> None:
+        with pytest.raises(UsageError, match=r"^namespace: expected"):
+            await reserve(store, blob_name(1, "n" * 201), payload_of(1))
+
+    play(options_of(master), scenario)
+
+
 def test_an_object_that_is_no_blob_is_a_miss(master):
     async def scenario(store: MooncakeStore) -> None:
         for number, junk in enumerate((b"x", b"x" * 100, trailer(info_of(b"12")))):
@@ -200,28 +200,3 @@ class Slow:
 
 async def all_free(store: MooncakeStore) -> bool:
     return not store.arena._held
-
-
-def test_the_service_still_gets_its_signals(master):
-    async def scenario(store: MooncakeStore) -> None:
-        asked = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(asked.wait(), 5)
-
-    play(options_of(master), scenario)
-
-
-def test_staging_memory_can_be_a_file_that_clients_map(link, tmp_path: Path):
-    async def run() -> None:
-        options = MooncakeOptions(buffer_bytes=4 * MIB, prefix=next(prefixes))
-        store = MooncakeStore(options, directory=tmp_path, link=link)
-        await store.start()
-        await put(store, blob_name(1), payload_of(1))
-        handle = await store.open(blob_name(1))
-        begin = handle.offset
-        assert store.arena.path.read_bytes()[begin : begin + SIZE] == payload_of(1)
-        handle.close()
-        await store.close()
-
-    asyncio.run(run())

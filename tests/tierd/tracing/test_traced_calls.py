@@ -134,10 +134,7 @@ def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(coll
     for span in spans:
         counted = traces[span.trace_id]
         counted[span.method] = counted.get(span.method, 0) + 1
-    assert traces == {
-        ids(one)[0]: {"GetServerInfo": 1, "Put": 2},
-        ids(two)[0]: {"Exists": 1},
-    }
+    assert traces == {ids(one)[0]: {"GetServerInfo": 1, "Put": 2}, ids(two)[0]: {"Exists": 1}}
 
 
 def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypatch):
