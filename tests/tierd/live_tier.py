@@ -29,6 +29,7 @@ from kvtier_tierd.server import TierServer
 from kvtier_tierd.stores.memory import MemoryOptions
 
 LAYOUT = record_layout("test")
+PUT_BYTES = 1 << 20  # of a chunk
 
 Result = TypeVar("Result")
 
@@ -79,6 +80,32 @@ def failing(code: grpc.StatusCode) -> Iterator[None]:
     with pytest.raises(grpc.RpcError) as caught:
         yield
     assert caught.value.code() is code, caught.value.details()
+
+
+def whose(namespace):
+    return [("kvtier-namespace", namespace)]
+
+
+@contextmanager
+def stalled_put(stub, number, num_bytes=10_000, sent_bytes=0, namespace="default"):
+    """A put of which only the first bytes come until `go_on` is set; yields the call and that."""
+    payload, go_on = payload_of(number, num_bytes), threading.Event()
+
+    def parts():
+        header = header_of(blob_of(number, num_bytes), namespace)
+        yield tier_pb2.PutRequest(header=header)
+        for begin in range(0, sent_bytes, PUT_BYTES):
+            yield tier_pb2.PutRequest(chunk=payload[begin : min(begin + PUT_BYTES, sent_bytes)])
+        go_on.wait(SAFETY_S)
+        for begin in range(sent_bytes, num_bytes, PUT_BYTES):
+            yield tier_pb2.PutRequest(chunk=payload[begin : begin + PUT_BYTES])
+
+    call = stub.Put.future(parts(), metadata=whose(namespace))
+    try:
+        yield call, go_on
+    finally:
+        call.cancel()
+        go_on.set()
 
 
 def fetch(

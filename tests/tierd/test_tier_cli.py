@@ -122,8 +122,10 @@ def test_namespaces_have_their_quota_and_rate_and_all_have_the_in_flight_limit()
     options = parse(["--shared-memory=off", *told])
     assert options.quotas() == {"ada": 2 << 30}
     assert options.namespaces == {
-        "ada": Limits(2 << 30, 3, 64 << 20), "bob": Limits(None, 3, 1 << 20), "carl": Limits(None, 3)
-    }  # fmt: skip
+        "ada": Limits(2 << 30, 3, 64 << 20),
+        "bob": Limits(None, 3, 1 << 20),
+        "carl": Limits(None, 3),
+    }
     assert parse(["--shared-memory=off", "--in-flight=3"]).served().limits("dora").in_flight == 3
 
 

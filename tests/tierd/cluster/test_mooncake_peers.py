@@ -7,7 +7,6 @@ the master is gone    misses, and puts fail naming it; all is well when it is ba
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 from dataclasses import replace
@@ -15,7 +14,7 @@ from dataclasses import replace
 import pytest
 from mooncake_master import MIB, MooncakeMaster, free_ports
 from mooncake_peer import MooncakePeer
-from mooncake_play import SEGMENT, options_of, play, puts
+from mooncake_play import SEGMENT, opened, options_of, play, puts
 from pausing import pause
 from store_blobs import blob_name, get, held, payload_of, put, reserve
 from waiting import FakeClock, wait_for_async
@@ -30,10 +29,9 @@ pytestmark = pytest.mark.usefixtures("mooncake")
 # ---- two processes
 
 
-def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, monkeypatch):
+async def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, monkeypatch):
     options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
+    async with opened(options) as store:
         with MooncakePeer(options) as peer:
             for number in (1, 2):
                 assert peer.ask("put", number)
@@ -48,8 +46,6 @@ def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, m
             clock.now += mooncake_segments.SILENT_S
             assert await held(store, 1, 2) == [1, 2]
             assert await get(store, blob_name(2)) == payload_of(2, MIB)
-
-    play(options, scenario)
 
 
 async def never(address: str) -> bool:
@@ -100,10 +96,9 @@ def outlives_either_process(options: MooncakeOptions) -> None:
     play(options, scenario)
 
 
-def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
+async def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
     options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
+    async with opened(options) as store:
         with MooncakePeer(options) as peer:
             assert peer.ask("put", 1)
             await put(store, blob_name(2), payload_of(2))
@@ -111,8 +106,6 @@ def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
             assert await store.open(blob_name(1)) is None
             await wait_for_async(lambda: puts(store, 3))
             assert await get(store, blob_name(2)) == payload_of(2)
-
-    play(options, scenario)
 
 
 def test_the_http_metadata_server_of_the_master_does_as_well():
@@ -130,44 +123,33 @@ def test_the_http_metadata_server_of_the_master_does_as_well():
 # ---- the master
 
 
-def test_a_master_that_is_not_there_is_named_at_the_start():
+async def test_a_master_that_is_not_there_is_named_at_the_start():
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
     options = MooncakeOptions(address, local_hostname="127.0.0.1", segment_bytes=SEGMENT)
     store = MooncakeStore(options)
+    with pytest.raises(TierUnavailableError, match=address):
+        await store.start()
+    await store.close()
 
-    async def run() -> None:
+
+async def test_a_metadata_server_that_is_not_there_is_named_at_the_start(master):
+    metadata = f"http://127.0.0.1:{free_ports(1)[0]}/metadata"
+    store = MooncakeStore(options_of(master, metadata=metadata))
+    with pytest.raises(TierUnavailableError, match=f"--mooncake-metadata {metadata}"):
+        await store.start()
+    await store.close()
+
+
+async def test_another_process_that_listens_there_is_no_master():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        options = MooncakeOptions(address, segment_bytes=SEGMENT, timeout_s=0.5)
+        store = MooncakeStore(options)
         with pytest.raises(TierUnavailableError, match=address):
             await store.start()
         await store.close()
-
-    asyncio.run(run())
-
-
-def test_a_metadata_server_that_is_not_there_is_named_at_the_start(master):
-    metadata = f"http://127.0.0.1:{free_ports(1)[0]}/metadata"
-
-    async def run() -> None:
-        store = MooncakeStore(options_of(master, metadata=metadata))
-        with pytest.raises(TierUnavailableError, match=f"--mooncake-metadata {metadata}"):
-            await store.start()
-        await store.close()
-
-    asyncio.run(run())
-
-
-def test_another_process_that_listens_there_is_no_master():
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            port = other.getsockname()[1]
-            address = f"127.0.0.1:{port}"
-            options = MooncakeOptions(address, segment_bytes=SEGMENT, timeout_s=0.5)
-            store = MooncakeStore(options)
-            with pytest.raises(TierUnavailableError, match=address):
-                await store.start()
-            await store.close()
-
-    asyncio.run(run())
 
 
 def test_a_master_that_hangs_means_misses_and_it_comes_back():
@@ -194,12 +176,9 @@ def test_a_master_that_hangs_means_misses_and_it_comes_back():
         play(options_of(master), scenario)
 
 
-def test_closing_without_a_master_ends():
-    async def run() -> None:
-        with MooncakeMaster() as master:
-            store = MooncakeStore(options_of(master))
-            await store.start()
-            master.stop()
-            await store.close()
-
-    asyncio.run(run())
+async def test_closing_without_a_master_ends():
+    with MooncakeMaster() as master:
+        store = MooncakeStore(options_of(master))
+        await store.start()
+        master.stop()
+        await store.close()

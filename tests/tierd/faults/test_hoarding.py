@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from types import SimpleNamespace
 
 import grpc
@@ -22,6 +22,8 @@ from live_tier import (
     live_tier,
     payload_of,
     raw_stub,
+    stalled_put,
+    whose,
 )
 from waiting import SAFETY_S, FakeClock, wait_for
 
@@ -34,32 +36,6 @@ from kvtier_tierd.stores.disk.store import DiskOptions
 MIB = 1 << 20
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
-
-
-def whose(namespace):
-    return [("kvtier-namespace", namespace)]
-
-
-@contextmanager
-def stalled_put(stub, number, num_bytes, sent_bytes, namespace="default"):
-    """A put of which only the first bytes come while the block lasts; yields the call."""
-    payload, go_on = payload_of(number, num_bytes), threading.Event()
-
-    def parts():
-        header = header_of(blob_of(number, num_bytes), namespace)
-        yield pb.PutRequest(header=header)
-        for begin in range(0, sent_bytes, MIB):
-            yield pb.PutRequest(chunk=payload[begin : min(begin + MIB, sent_bytes)])
-        go_on.wait(SAFETY_S)
-        for begin in range(sent_bytes, num_bytes, MIB):
-            yield pb.PutRequest(chunk=payload[begin : begin + MIB])
-
-    call = stub.Put.future(parts(), metadata=whose(namespace))
-    try:
-        yield call, go_on
-    finally:
-        call.cancel()
-        go_on.set()
 
 
 def transfers(tier, namespace="default"):

@@ -164,7 +164,7 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()
             wait_for(lambda: link.healthy)
-            assert caplog.text.count("is back") == 1
+            assert caplog.text.count("tier.sock is back") == 1
             assert link.put([blob_of(1)]) == 1
             assert link.flush(SAFETY_S)
             assert link.counters["put"] == 1

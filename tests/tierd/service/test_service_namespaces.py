@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import grpc
 import pytest
-from live_tier import blob_of, failing, fetch, header_of, in_process, key_of, payload_of, raw_stub
+from live_tier import (
+    blob_of,
+    failing,
+    fetch,
+    header_of,
+    in_process,
+    key_of,
+    payload_of,
+    raw_stub,
+    stalled_put,
+)
 from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import TierExhaustedError, TierRefusedError
@@ -106,15 +115,12 @@ def waited(monkeypatch) -> list[float]:
 
 
 def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not(waited):
-    with in_process(in_flight=2) as tier, raw_stub(tier.address) as stub:
-        waiting = threading.Event()
-
-        def half(number):
-            yield pb.PutRequest(header=header_of(blob_of(number)))
-            waiting.wait(SAFETY_S)
-            yield pb.PutRequest(chunk=payload_of(number))
-
-        calls = [stub.Put.future(half(number)) for number in range(2)]
+    with (
+        in_process(in_flight=2) as tier,
+        raw_stub(tier.address) as stub,
+        stalled_put(stub, 0) as (first, go_on_first),
+        stalled_put(stub, 1) as (second, go_on_second),
+    ):
         in_flight = tier.server.service.namespaces._in_flight
         wait_for(lambda: in_flight["default"] == 2)
         waited.clear()
@@ -126,8 +132,9 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not(wai
             stub.Put(iter([pb.PutRequest(header=header_of(blob_of(3)))]))
         with TierClient(tier.address, "another", timeout_s=SAFETY_S) as other:
             assert other.put(blob_of(4))
-        waiting.set()
-        assert all(call.result().stored for call in calls)
+        go_on_first.set(), go_on_second.set()
+        assert first.result().stored
+        assert second.result().stored
         wait_for(lambda: in_flight["default"] == 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -14,11 +14,10 @@ from live_tier import (
     blob_of,
     failing,
     fetch,
-    header_of,
     in_process,
     key_of,
-    payload_of,
     raw_stub,
+    stalled_put,
 )
 from waiting import SAFETY_S, wait_for
 
@@ -34,18 +33,10 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
     with (
         in_process(drain_s=3600.0, metrics_port=0) as tier,
         raw_stub(tier.address) as stub,
-        ExitStack() as stack,
+        stalled_put(stub, 1) as (running, go_on),
+        watching(tier.address) as watched,
     ):
-        waiting = threading.Event()
-
-        def half():
-            yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(SAFETY_S)
-            yield pb.PutRequest(chunk=payload_of(1))
-
-        running = stub.Put.future(half())
         wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
-        watched = stack.enter_context(watching(tier.address))
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
 
         stopping = threading.Thread(target=tier.shut_down)
@@ -59,7 +50,7 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
             pytest.raises(TierUnavailableError),
         ):
             client.connect()
-        waiting.set()
+        go_on.set()
         assert running.result().stored
         stopping.join(SAFETY_S)
         assert not stopping.is_alive(), "the end does not wait for a watcher"
@@ -74,19 +65,14 @@ def watching(address):
 
 
 def test_a_call_that_does_not_end_is_cut_off_when_draining_is_over(memory_directory):
-    serving = in_process(drain_s=0.1, shared_directory=memory_directory)
-    with serving as tier, raw_stub(tier.address) as stub:
-        waiting = threading.Event()
-
-        def half():
-            yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(SAFETY_S)
-
-        running = stub.Put.future(half())
+    with (
+        in_process(drain_s=0.1, shared_directory=memory_directory) as tier,
+        raw_stub(tier.address) as stub,
+        stalled_put(stub, 1) as (running, _),
+    ):
         wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         tier.shut_down()
         assert running.exception() is not None
-        waiting.set()
         assert tier.store.account.reserved.total() == 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from disk_play import payload_files, play, put_some, read_some
+from disk_play import opened, payload_files, play, put_some, read_some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_blobs import SIZE, blob_name, get, info_of, payload_of, put
@@ -99,13 +99,11 @@ def test_flipped_bits_in_the_index_are_never_believed(tmp_path_factory, flips):
     play(directory, read)
 
 
-def test_a_payload_that_is_gone_or_cut_short_is_a_miss(directory):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_payload_that_is_gone_or_cut_short_is_a_miss(directory):
+    async with opened(directory) as store:
         await put_some(store)
         missing, short, *_ = payload_files(directory)
         missing.unlink()
         os.truncate(short, 5)
         assert len(await read_some(store)) == 2
         assert (store.stats().quarantined, store.stats().blobs) == (2, 2)
-
-    play(directory, scenario)

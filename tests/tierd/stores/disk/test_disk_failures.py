@@ -4,7 +4,6 @@ when it works.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -15,7 +14,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from disk_play import ROOM, payload_files, play, put_some, read_some
+from disk_play import ROOM, opened, payload_files, play, put_some, read_some
 from store_blobs import blob_name, get, info_of, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
@@ -36,8 +35,8 @@ def failing(call: Callable[..., Any], number: int, times: int = 1 << 30) -> Call
     return fails
 
 
-def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as broken:
             broken.setattr("builtins.open", failing(open, errno.EIO))
@@ -45,11 +44,9 @@ def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
         assert await read_some(store) == [1, 2, 3]
         assert store.stats().quarantined == 1
 
-    play(directory, scenario)
 
-
-def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as broken:
             broken.setattr("builtins.open", failing(open, errno.EMFILE))
@@ -57,19 +54,15 @@ def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
                 await store.open(blob_name(0))
         assert await read_some(store) == [0, 1, 2, 3]
 
-    play(directory, scenario)
 
-
-def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as full:
             full.setattr(os, "write", failing(os.write, errno.ENOSPC, times=1))
             await put(store, blob_name(4), payload_of(4))
         assert await read_some(store, 5) == [1, 2, 3, 4]
         assert store.stats().evictions == 1
-
-    play(directory, scenario)
 
 
 @pytest.fixture
@@ -108,8 +101,8 @@ def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free
     index.close()
 
 
-def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store, 8)
         with monkeypatch.context() as full:
             full.setattr(os, "write", failing(os.write, errno.EDQUOT))
@@ -119,13 +112,11 @@ def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkey
         # The draft's room is back: the whole capacity can be filled.
         await put(store, blob_name(9), payload_of(9, ROOM - 4 * 4096))
 
-    play(directory, scenario)
-
 
 @pytest.mark.parametrize(
     ("call", "number"), [("open", errno.EROFS), ("write", errno.EIO), ("fdatasync", errno.EIO)]
 )
-def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
+async def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
     directory, monkeypatch, call, number
 ):
     async def scenario(store: DiskStore) -> None:
@@ -140,13 +131,10 @@ def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
         assert await get(store, blob_name(3)) == payload_of("new")
         assert store.check_integrity() == []
 
-    async def run() -> None:
-        store = DiskStore(directory, ROOM)
-        await store.start()
-        await scenario(store)
-        await store.close()
-
-    asyncio.run(run())
+    store = DiskStore(directory, ROOM)
+    await store.start()
+    await scenario(store)
+    await store.close()
 
 
 def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch):
@@ -197,17 +185,13 @@ def test_a_directory_belongs_to_one_service_at_a_time(directory):
 
 
 @pytest.mark.parametrize("path", ["{tmp}/file", "{tmp}/file/below", "/proc/kvtier"])
-def test_a_place_that_cannot_be_one_is_named(tmp_path, path):
+async def test_a_place_that_cannot_be_one_is_named(tmp_path, path):
     (tmp_path / "file").write_text("")
     directory = Path(path.format(tmp=tmp_path))
-
-    async def run() -> None:
-        store = DiskStore(directory, ROOM)
-        with pytest.raises(TierUnavailableError, match=str(directory)):
-            await store.start()
-        await store.close()
-
-    asyncio.run(run())
+    store = DiskStore(directory, ROOM)
+    with pytest.raises(TierUnavailableError, match=str(directory)):
+        await store.start()
+    await store.close()
 
 
 def test_only_the_owner_may_enter(directory):
