@@ -58,6 +58,14 @@ class Landed:
 
 
 @contextmanager
+def connected(tier: Any, namespace: str = "default", **options: Any) -> Iterator[TierClient]:
+    """A client of a service, patient, that has asked who is there."""
+    with TierClient(tier.address, namespace, timeout_s=SAFETY_S, **options) as client:
+        client.connect()
+        yield client
+
+
+@contextmanager
 def raw_stub(address: str) -> Iterator[tier_pb2_grpc.TierServiceStub]:
     """Open a stub for what a client of ours would never say."""
     with grpc.insecure_channel(address) as channel:

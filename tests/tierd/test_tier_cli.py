@@ -10,11 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from live_tier import blob_of, fetch, header_of, key_of, live_tier, payload_of, raw_stub
+from live_tier import blob_of, connected, fetch, header_of, key_of, live_tier, payload_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import KvtierError
-from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.cli import parse
 from kvtier_tierd.limits import Limits
@@ -153,12 +152,11 @@ def test_a_socket_that_a_tier_listens_on_is_not_taken_from_it(tmp_path):
     listen = f"unix:{tmp_path}/t"
     with live_tier(tmp_path, *SMALL, listen=listen) as tier:
         assert "--listen" in refusal("--listen", listen, *SMALL)
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
-        tier.kill()
+        with connected(tier):
+            tier.kill()
         tier.start()
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier):
+            pass
 
 
 def test_a_store_that_cannot_be_opened_is_said_clearly(tmp_path):
@@ -212,11 +210,9 @@ def test_the_process_that_started_it_may_stop_listening(tmp_path):
 def test_a_disk_store_outlives_its_server(tmp_path):
     flags = ("--store", "memory+disk", "--memory", "1m", "--disk-path", str(tmp_path / "disk"))
     with live_tier(tmp_path, *flags) as tier:
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             assert client.put(blob_of(1))
         assert tier.terminate() == 0
         tier.start()
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}

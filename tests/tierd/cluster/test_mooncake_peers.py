@@ -12,9 +12,8 @@ import socket
 from dataclasses import replace
 
 import pytest
-from mooncake_master import MIB, MooncakeMaster, free_ports
+from mooncake_master import MIB, SEGMENT, MooncakeMaster, free_ports, opened, options_of, puts
 from mooncake_peer import MooncakePeer
-from mooncake_play import SEGMENT, opened, options_of, play, puts
 from pausing import pause
 from store_blobs import blob_name, get, held, payload_of, put, reserve
 from waiting import FakeClock, wait_for_async
@@ -52,48 +51,38 @@ async def never(address: str) -> bool:
     return False
 
 
-def test_puts_that_went_to_a_killed_process_work_again():
+async def test_puts_that_went_to_a_killed_process_work_again():
     # The puts before the kill could go to segments that others have left behind, so there are none.
     with MooncakeMaster() as alone:
-        put_again_after_a_kill(options_of(alone, capacity_bytes=256 * MIB))
+        options = options_of(alone, capacity_bytes=256 * MIB)
+        async with opened(options) as store:
+            with MooncakePeer(replace(options, segment_bytes=64 * MIB)) as peer:
+                # Its own segment is full: the next ones go to the peer's.
+                for number in range(24):
+                    await put(store, blob_name(number), payload_of(number, MIB))
+                assert peer.ask("get", 23) == "right"
+                peer.signal(signal.SIGKILL)
+                for number in range(100, 110):
+                    await wait_for_async(lambda number=number: puts(store, number))
+                    assert await get(store, blob_name(number)) == payload_of(number, MIB)
+                for number in range(24):
+                    assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
 
 
-def put_again_after_a_kill(options: MooncakeOptions) -> None:
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(replace(options, segment_bytes=64 * MIB)) as peer:
-            # Its own segment is full: the next ones go to the peer's.
-            for number in range(24):
-                await put(store, blob_name(number), payload_of(number, MIB))
-            assert peer.ask("get", 23) == "right"
-            peer.signal(signal.SIGKILL)
-            for number in range(100, 110):
-                await wait_for_async(lambda number=number: puts(store, number))
-                assert await get(store, blob_name(number)) == payload_of(number, MIB)
-            for number in range(24):
-                assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
-
-    play(options, scenario)
-
-
-def test_with_two_replicas_a_blob_outlives_either_process():
+async def test_with_two_replicas_a_blob_outlives_either_process():
     # Only one of its segments may live beside those that others have left behind, so there are
     # none.
     with MooncakeMaster() as alone:
-        outlives_either_process(options_of(alone, replicas=2))
+        options = options_of(alone, replicas=2)
+        async with opened(options) as store:
+            with MooncakePeer(options) as peer:
+                await put(store, blob_name(1), payload_of(1, MIB))
+                peer.signal(signal.SIGKILL)
 
+                async def served() -> bool:
+                    return await get(store, blob_name(1)) == payload_of(1, MIB)
 
-def outlives_either_process(options: MooncakeOptions) -> None:
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            await put(store, blob_name(1), payload_of(1, MIB))
-            peer.signal(signal.SIGKILL)
-
-            async def served() -> bool:
-                return await get(store, blob_name(1)) == payload_of(1, MIB)
-
-            await wait_for_async(served)
-
-    play(options, scenario)
+                await wait_for_async(served)
 
 
 async def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
@@ -108,16 +97,13 @@ async def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(mas
             assert await get(store, blob_name(2)) == payload_of(2)
 
 
-def test_the_http_metadata_server_of_the_master_does_as_well():
+async def test_the_http_metadata_server_of_the_master_does_as_well():
     with MooncakeMaster("--enable_http_metadata_server=true") as master:
         options = options_of(master, metadata=master.metadata)
-
-        async def scenario(store: MooncakeStore) -> None:
+        async with opened(options) as store:
             with MooncakePeer(options) as peer:
                 assert peer.ask("put", 1)
                 assert await get(store, blob_name(1)) == payload_of(1, MIB)
-
-        play(options, scenario)
 
 
 # ---- the master
@@ -152,10 +138,9 @@ async def test_another_process_that_listens_there_is_no_master():
         await store.close()
 
 
-def test_a_master_that_hangs_means_misses_and_it_comes_back():
+async def test_a_master_that_hangs_means_misses_and_it_comes_back():
     with MooncakeMaster() as master:
-
-        async def scenario(store: MooncakeStore) -> None:
+        async with opened(options_of(master)) as store:
             for number in (1, 4):
                 await put(store, blob_name(number), payload_of(number))
             draft = await reserve(store, blob_name(2), payload_of(2))
@@ -172,8 +157,6 @@ def test_a_master_that_hangs_means_misses_and_it_comes_back():
             assert await store.open(blob_name(4)) is None
             await put(store, blob_name(4), payload_of("new"))
             assert await get(store, blob_name(4)) == payload_of("new")
-
-        play(options_of(master), scenario)
 
 
 async def test_closing_without_a_master_ends():

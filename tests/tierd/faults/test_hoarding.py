@@ -14,6 +14,7 @@ import grpc
 import pytest
 from live_tier import (
     blob_of,
+    connected,
     failing,
     fetch,
     header_of,
@@ -160,9 +161,8 @@ def test_a_namespace_with_a_rate_is_not_cut_off_for_keeping_to_it(monkeypatch):
     monkeypatch.setattr(limits, "asyncio", stand_in)
     with (
         in_process(namespaces={"ada": Limits(bytes_per_s=1 << 12)}, stall_s=60.0) as tier,
-        TierClient(tier.address, "ada", timeout_s=SAFETY_S, shared=False) as client,
+        connected(tier, "ada", shared=False) as client,
     ):
-        client.connect()
         assert client.put(blob_of(1, 1 << 19))
         assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 1 << 19)}
     assert clock.now > FakeClock().now + 2 * 60
@@ -309,9 +309,8 @@ def test_a_service_with_a_disk_grows_by_one_blob_for_many_who_do_not_read_it(tmp
     with (
         live_tier(tmp_path, *flags) as tier,
         raw_stub(tier.address) as stub,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
+        connected(tier) as client,
     ):
-        client.connect()
         client.put(blob_of(1, size))
         before = resident_bytes(tier)
         calls = [stub.Get(pb.GetRequest(keys=[key_of(1)])) for _ in range(24)]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from live_tier import blob_of, fetch, in_process, key_of, payload_of
+from live_tier import blob_of, connected, fetch, in_process, key_of, payload_of
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierRefusedError, UsageError
@@ -50,8 +50,8 @@ def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_pa
             pass
         assert list(directory.iterdir()) == []
         serving = in_process(listen=listen, insecure_local=True)
-        with serving as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with serving as tier, connected(tier):
+            pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")

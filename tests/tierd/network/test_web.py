@@ -9,12 +9,11 @@ import urllib.error
 import urllib.request
 
 import pytest
-from live_tier import InProcessTier, ask, blob_of, fetch, in_process, key_of, live_tier
+from live_tier import InProcessTier, ask, blob_of, connected, fetch, in_process, key_of, live_tier
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
-from kvtier.tier.client import TierClient
 from kvtier_tierd import server as server_module
 from kvtier_tierd.limits import Limits
 from kvtier_tierd.monitoring.metrics import MAX_NAMESPACES
@@ -87,8 +86,7 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
 
 def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():
     with in_process(metrics_port=0) as tier:
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             client.exists([key_of(1)])
             client.exists([key_of(2)])
             with pytest.raises(TierProtocolError):
@@ -133,8 +131,7 @@ def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_d
         for number in range(many):
             # The first is late as well: it has a label by then.
             for name in (f"invented-{number}", "invented-0"):
-                with TierClient(tier.address, name, timeout_s=SAFETY_S) as client:
-                    client.connect()
+                with connected(tier, name) as client:
                     client.exists([key_of(1)])
                     client.put(blob_of(1, 10))
                     fetch(client, [key_of(1), key_of(2)])
@@ -148,8 +145,7 @@ def test_namespaces_that_are_served_by_name_have_series_of_their_own_however_man
     names = [f"served-{number}" for number in range(MAX_NAMESPACES + 10)]
     with in_process(metrics_port=0, namespaces=dict.fromkeys(names, Limits())) as tier:
         for name in names:
-            with TierClient(tier.address, name, timeout_s=SAFETY_S) as client:
-                client.connect()
+            with connected(tier, name) as client:
                 client.exists([key_of(1)])
                 client.put(blob_of(1, 10))
                 fetch(client, [key_of(1), key_of(2)])

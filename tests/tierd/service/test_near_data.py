@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from live_tier import failing, in_process, live_tier, raw_stub
+from live_tier import connected, failing, in_process, live_tier, raw_stub
 from test_lying_service import Liar, lying
 from waiting import SAFETY_S, wait_for
 
@@ -94,8 +94,7 @@ def service():
 
 @pytest.fixture
 def client(service):
-    with TierClient(service.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with connected(service) as client:
         yield client
         wait_for(lambda: service.problems() == [])
 
@@ -221,23 +220,16 @@ def test_contexts_that_make_no_sense_are_refused(service, context):
         list(stub.Refresh(iter([pb.RefreshRequest(context=context)])))
 
 
-def test_a_hole_beyond_the_spans_is_refused(client):
-    spans = make_spans(2, "float32", seed=4)
-    names = names_of(spans, seed=4)
+@pytest.mark.parametrize(
+    ("dtype", "end", "what"), [("float32", 80, "a gap"), ("float16", 60, "one layout")]
+)
+def test_spans_that_are_not_the_context_are_refused(client, dtype, end, what):
+    """The pruned range goes beyond them, or one is of another shape."""
+    spans = make_spans(1, "float32", seed=4) + make_spans(2, dtype, seed=4)[1:]
+    names = names_of(spans, seed=end)
     store(client, spans, names)
-    session = opened(client, Context(names, [PrunedRange(10, 80, 5)], RULES["dropped"]))
-    with pytest.raises(TierError, match="without a gap"):
-        session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(SAFETY_S))
-    session.close()
-
-
-def test_spans_of_another_shape_are_refused(client):
-    spans, other = make_spans(1, "float32", seed=5), make_spans(2, "float16", seed=5)[1:]
-    mixed = spans + other
-    names = names_of(mixed, seed=5)
-    store(client, mixed, names)
-    session = opened(client, Context(names, [PrunedRange(10, 60, 5)], RULES["dropped"]))
-    with pytest.raises(TierError, match="one layout"):
+    session = opened(client, Context(names, [PrunedRange(10, end, 5)], RULES["dropped"]))
+    with pytest.raises(TierError, match=what):
         session.choose(0, [0], make_window(0, 1, "float32"), "float32", Deadline(SAFETY_S))
     session.close()
 
@@ -293,8 +285,7 @@ def test_what_was_sent_is_counted(client, service):
 
 
 def test_a_service_that_was_told_not_to_says_so():
-    with in_process() as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with in_process() as tier, connected(tier) as client:
         assert not client.refreshes
         with pytest.raises(TierUnavailableError, match="does not refresh"):
             NearData.open(client, Context([], [], RULES["dropped"]), Deadline(SAFETY_S))

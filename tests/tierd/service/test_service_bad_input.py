@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from live_tier import (
     LAYOUT,
     blob_of,
+    connected,
     failing,
     fetch,
     header_of,
@@ -228,8 +229,7 @@ def test_keys_of_another_length_are_refused_everywhere(tier):
         ):
             with failing(INVALID):
                 call()
-    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with connected(tier) as client:
         with pytest.raises(TierProtocolError):
             client.exists([key])
         with pytest.raises(TierProtocolError):

@@ -9,16 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from live_tier import (
-    ask,
-    blob_of,
-    failing,
-    fetch,
-    in_process,
-    key_of,
-    raw_stub,
-    stalled_put,
-)
+from live_tier import ask, blob_of, failing, fetch, in_process, key_of, raw_stub, stalled_put
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError

@@ -7,11 +7,11 @@ import os
 import threading
 
 import pytest
-from live_tier import LAYOUT, blob_of, fetch, in_process, key_of, live_tier, payload_of
-from waiting import SAFETY_S, wait_for
+from live_tier import LAYOUT, blob_of, connected, fetch, in_process, key_of, live_tier, payload_of
+from waiting import wait_for
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.client import Blob, Landing, TierClient
+from kvtier.tier.client import Blob, Landing
 from kvtier.tier.transport.shared_memory import SharedMemory
 
 
@@ -39,11 +39,7 @@ def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothin
     directory = tmp_path / "shm"
     directory.mkdir()
     flags = ("--shared-memory", str(directory), "--memory", "1m")
-    with (
-        live_tier(tmp_path, *flags) as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with live_tier(tmp_path, *flags) as tier, connected(tier) as client:
         assert client.put(blob_of(1))
         (old,) = directory.iterdir()
         tier.kill()
@@ -101,8 +97,7 @@ def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, 
 def test_a_client_elsewhere_streams(memory_directory):
     with in_process(shared_directory=memory_directory) as tier:
         os.rename(tier.server.service.shared.path, memory_directory / "elsewhere")
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             assert not client.shares_memory
             assert client.put(blob_of(1))
             assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
@@ -128,8 +123,7 @@ def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypa
 
 def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
     """The mapping is replaced under the hands of threads that use it."""
-    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with connected(tier) as client:
         blobs = [blob_of(number, 300_000) for number in range(4)]
         ended, failures = threading.Event(), []
 
@@ -159,11 +153,7 @@ def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
 def test_nothing_that_is_open_is_handed_down_to_other_programs(memory_directory):
     """Neither sockets nor the memory: a program started later would keep them."""
     before = inheritable()
-    with (
-        in_process(shared_directory=memory_directory) as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with in_process(shared_directory=memory_directory) as tier, connected(tier) as client:
         assert client.shares_memory
         client.put(Blob(key_of(1), LAYOUT, [bytes(10)]))
         assert inheritable() <= before

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mooncake_master import MIB, MooncakeMaster
+from mooncake_master import MIB, MooncakeMaster, opened, options_of, prefixes, puts
 from mooncake_peer import MooncakePeer
-from mooncake_play import opened, options_of, play, prefixes, puts
 from store_blobs import blob_name, content, get, held, info_of, payload_of, put, reserve
 from store_contract import StoreContract
 from waiting import be_slow_async, wait_for_async
@@ -65,17 +64,15 @@ class TestMooncakeStoreContract(StoreContract):
 # ---- room
 
 
-def test_the_master_evicts_when_everything_is_full_and_lookups_notice(master):
-    async def scenario(store: MooncakeStore) -> None:
-        for number in range(40):
-            await wait_for_async(lambda number=number: puts(store, number))
-            assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
-        there = await held(store, *range(40))
-        assert 0 < len(there) < 20
-        assert store.stats().blobs == len(there)
-
+async def test_the_master_evicts_when_everything_is_full_and_lookups_notice(mooncake):
     with MooncakeMaster("--default_kv_lease_ttl=100") as alone:
-        play(options_of(alone, capacity_bytes=256 * MIB), scenario)
+        async with opened(options_of(alone, capacity_bytes=256 * MIB)) as store:
+            for number in range(40):
+                await wait_for_async(lambda number=number: puts(store, number))
+                assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
+            there = await held(store, *range(40))
+            assert 0 < len(there) < 20
+            assert store.stats().blobs == len(there)
 
 
 async def test_what_is_larger_than_the_staging_memory_is_refused(master):
@@ -85,15 +82,13 @@ async def test_what_is_larger_than_the_staging_memory_is_refused(master):
         await put(store, blob_name(1), payload_of(1))
 
 
-def test_a_blob_that_no_segment_holds_is_no_room_and_gives_its_room_back(master):
-    async def scenario(store: MooncakeStore) -> None:
-        with pytest.raises(TierExhaustedError, match="no room"):
-            await put(store, blob_name(1), payload_of(1, 20 * MIB))
-        assert store.stats().used_bytes == 0
-        await put(store, blob_name(2), payload_of(2))
-
+async def test_a_blob_that_no_segment_holds_is_no_room_and_gives_its_room_back(mooncake):
     with MooncakeMaster() as alone:
-        play(options_of(alone, capacity_bytes=64 * MIB), scenario)
+        async with opened(options_of(alone, capacity_bytes=64 * MIB)) as store:
+            with pytest.raises(TierExhaustedError, match="no room"):
+                await put(store, blob_name(1), payload_of(1, 20 * MIB))
+            assert store.stats().used_bytes == 0
+            await put(store, blob_name(2), payload_of(2))
 
 
 async def test_a_segment_larger_than_the_memory_is_no_room(master):

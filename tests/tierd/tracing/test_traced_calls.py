@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from live_tier import blob_of, fetch, in_process, key_of
+from live_tier import blob_of, connected, fetch, in_process, key_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -81,8 +81,7 @@ def test_a_call_outside_of_any_span_has_none_and_goes_as_well(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
-            client.connect()
+        with connected(tier, interceptors=interceptors) as client:
             assert client.put(blob_of(1))
         with (
             TierClient(tier.address, timeout_s=SAFETY_S) as untraced,
@@ -97,8 +96,7 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
-            client.connect()
+        with connected(tier, interceptors=interceptors) as client:
             with (
                 tracer.start_as_current_span("all"),
                 pytest.raises(TierProtocolError, match="invalid_argument"),
@@ -145,9 +143,5 @@ def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypat
 
 
 def test_a_collector_that_is_away_costs_no_call():
-    with (
-        in_process(otlp_traces_endpoint="127.0.0.1:9") as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with in_process(otlp_traces_endpoint="127.0.0.1:9") as tier, connected(tier) as client:
         assert client.put(blob_of(1))

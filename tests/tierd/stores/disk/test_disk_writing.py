@@ -115,9 +115,7 @@ async def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, ar
             await store.reserve(name, info)
 
 
-async def test_readers_that_go_before_the_payload_is_there_give_its_memory_back(
-    tmp_path,
-):
+async def test_readers_that_go_before_the_payload_is_there_give_its_memory_back(tmp_path):
     """The next one reads it anew; a budget that is used up is said, and not a miss."""
     payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
     budget = Budget(2 * len(payload))
