@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -62,7 +62,8 @@ class BlobInfo:
     checksum: bytes
 
 
-class Draft(ABC):
+@dataclass(eq=False)
+class Draft:
     """A blob being written.
 
     buffer: `num_bytes` writable bytes, contents undefined at first.
@@ -75,20 +76,25 @@ class Draft(ABC):
     offset: int | None = None
 
 
-class Handle(ABC):
+@dataclass(eq=False)
+class Handle:
     """A blob being read.
 
     pieces: its payload, in order, read-only.
+    unpin:  what the store does when it is closed.
     offset: where it begins in the memory shared with clients, or None.
     """
 
     info: BlobInfo
     pieces: Sequence[Buffer]
+    unpin: Callable[[], None] | None
     offset: int | None = None
 
-    @abstractmethod
     def close(self) -> None:
         """Unpin the blob. Calling it again does nothing."""
+        unpin, self.unpin = self.unpin, None
+        if unpin is not None:
+            unpin()
 
 
 class SharedFile(NamedTuple):

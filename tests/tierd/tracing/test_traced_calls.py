@@ -16,7 +16,6 @@ from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.client import TierClient
-from kvtier.tier.link.link import TierLink
 from kvtier.tier.transport.tracing import TracingInterceptor
 from kvtier_tierd.monitoring.tracing import NoTraces, open_traces
 from kvtier_tierd.stores.memory import MemoryOptions
@@ -108,31 +107,6 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     assert not span.status.is_ok
     (service,) = collector.wait_for(lambda spans: len(spans) == 1)
     assert service.failed
-
-
-def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(collector, ours):
-    tracer, _ = ours
-    with tier_of(collector) as tier:
-        interceptors = [TracingInterceptor(tracer)]
-        client = TierClient(
-            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
-        )
-        link = TierLink(client, buffer_bytes=1 << 22)
-        try:
-            with tracer.start_as_current_span("one") as one:
-                link.put([blob_of(1), blob_of(2)])
-            assert link.flush(SAFETY_S)
-            with tracer.start_as_current_span("two") as two:
-                assert link.submit(lambda c: c.exists([key_of(1)])).wait(SAFETY_S)
-            link.submit(lambda c: c.exists([key_of(2)])).wait(SAFETY_S)
-        finally:
-            link.close()
-    spans = collector.wait_for(lambda spans: sum(s.method == "Exists" for s in spans) == 1)
-    traces = {span.trace_id: {} for span in spans}
-    for span in spans:
-        counted = traces[span.trace_id]
-        counted[span.method] = counted.get(span.method, 0) + 1
-    assert traces == {ids(one)[0]: {"GetServerInfo": 1, "Put": 2}, ids(two)[0]: {"Exists": 1}}
 
 
 def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypatch):

@@ -88,24 +88,6 @@ class Blob:
         return cost(self.row.info)
 
 
-class DiskDraft(Draft):
-    def __init__(self, name: BlobName, info: BlobInfo) -> None:
-        self.name, self.info = name, info
-        self.buffer = np.empty(info.num_bytes, np.uint8).data
-
-
-class DiskHandle(Handle):
-    def __init__(self, store: DiskStore, blob: Blob, payload: Buffer) -> None:
-        self.info, self.pieces = blob.row.info, (payload,)
-        self._store, self._blob = store, blob
-        self._open = True
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._store.unpin(self._blob)
-
-
 class DiskStore(BlobStore):
     """Blobs in files of one directory.
 
@@ -183,7 +165,7 @@ class DiskStore(BlobStore):
         self.check(name, info)
         victims = self.account.plan(name.namespace, cost(info))
         try:
-            draft = DiskDraft(name, info)
+            draft = Draft(name, info, np.empty(info.num_bytes, np.uint8).data)
         except MemoryError as error:
             raise TierExhaustedError(f"no memory for {info.num_bytes} bytes") from error
         for victim in victims:
@@ -210,11 +192,11 @@ class DiskStore(BlobStore):
             # A reader that goes away must not take the payload from the others.
             payload = await asyncio.shield(reading)
         except BaseException:
-            self.unpin(blob)
+            self._unpin(blob)
             raise
         if payload is not None:
-            return DiskHandle(self, blob, payload)
-        self.unpin(blob)
+            return Handle(blob.row.info, (payload,), lambda: self._unpin(blob))
+        self._unpin(blob)
         if self._blobs.get(name) is blob:
             self.quarantined += 1
             self._forget(blob)
@@ -285,7 +267,7 @@ class DiskStore(BlobStore):
         else:
             reading.add_done_callback(over)
 
-    def unpin(self, blob: Blob) -> None:
+    def _unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
         blob.pins -= 1
         if blob.pins == 0:

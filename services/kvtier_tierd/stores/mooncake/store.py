@@ -103,20 +103,8 @@ def parse_trailer(content: memoryview) -> BlobInfo | None:
 
 class MooncakeDraft(Draft):
     def __init__(self, name: BlobName, info: BlobInfo, extent: Extent) -> None:
-        self.name, self.info, self.extent = name, info, extent
-        self.buffer = extent.arena.view(extent.offset, info.num_bytes)
-
-
-class MooncakeHandle(Handle):
-    def __init__(self, info: BlobInfo, extent: Extent) -> None:
-        self.info = info
-        self.pieces = (extent.arena.view(extent.offset, info.num_bytes).toreadonly(),)
-        self._extent: Extent | None = extent
-
-    def close(self) -> None:
-        if self._extent is not None:
-            self._extent.free()
-            self._extent = None
+        super().__init__(name, info, extent.arena.view(extent.offset, info.num_bytes))
+        self.extent = extent
 
 
 class MooncakeStore(BlobStore):
@@ -275,7 +263,8 @@ class MooncakeStore(BlobStore):
             self._missed(name, got)
             return None
         self.touch([name])
-        return MooncakeHandle(info, extent)
+        view = self.arena.view(extent.offset, info.num_bytes).toreadonly()
+        return Handle(info, (view,), extent.free)
 
     def _missed(self, name: BlobName, code: int) -> None:
         """Forget a blob that the master has never heard of; where its segment is only unreachable,
