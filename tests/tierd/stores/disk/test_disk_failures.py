@@ -119,21 +119,18 @@ async def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, 
 async def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
     directory, monkeypatch, call, number
 ):
-    async def scenario(store: DiskStore) -> None:
-        await put_some(store)
-        with monkeypatch.context() as broken:
-            broken.setattr(os, call, failing(getattr(os, call), number))
-            with pytest.raises(TierUnavailableError, match=str(directory)):
-                await put(store, blob_name(3), payload_of("new"))
-        assert await read_some(store) == [0, 1, 2, 3]
-        assert len(payload_files(directory)) == 4
-        await put(store, blob_name(3), payload_of("new"))
-        assert await get(store, blob_name(3)) == payload_of("new")
-        assert store.check_integrity() == []
-
     store = DiskStore(directory, ROOM)
     await store.start()
-    await scenario(store)
+    await put_some(store)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing(getattr(os, call), number))
+        with pytest.raises(TierUnavailableError, match=str(directory)):
+            await put(store, blob_name(3), payload_of("new"))
+    assert await read_some(store) == [0, 1, 2, 3]
+    assert len(payload_files(directory)) == 4
+    await put(store, blob_name(3), payload_of("new"))
+    assert await get(store, blob_name(3)) == payload_of("new")
+    assert store.check_integrity() == []
     await store.close()
 
 
