@@ -13,7 +13,7 @@ from benchmarks.tier.transport.processes import HOST
 from kvtier.errors import TierError
 from kvtier.tier.blobs.payload import checksum
 from kvtier.tier.client import Landing, Offer, TierClient, TlsFiles
-from kvtier.tier.transport.channel import open_channel
+from kvtier.tier.transport.connection import open_channel
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 

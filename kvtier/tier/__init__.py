@@ -11,6 +11,6 @@
       wire, blobs            what both ends agree on: messages and their framing; names, payloads
                              and records of turns
 
-Each imports what is below it; the service (kvtier_tierd) imports `wire`, `blobs` and the messages
-of `near_data`.
+Each imports what is below it; the service (kvtier_tierd) imports `wire`, `blobs`, the messages of
+`near_data`, and how certificates are renewed.
 """

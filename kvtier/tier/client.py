@@ -16,15 +16,12 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import TierProtocolError, TierRefusedError
 from kvtier.tier.blobs.payload import Bytes, checksum
-from kvtier.tier.transport.channel import TlsFiles, TlsPaths
-from kvtier.tier.transport.connection import Connection
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Connection, Deadline, TlsFiles, TlsPaths
 from kvtier.tier.transport.landing import Land, Landing, Offer
-from kvtier.tier.transport.shared_gets import SharedGets
+from kvtier.tier.transport.shared import SharedGets, shared_put
 from kvtier.tier.transport.shared_memory import SharedMemory
-from kvtier.tier.transport.shared_puts import shared_put
 from kvtier.tier.transport.streams import stream_get, stream_put
-from kvtier.tier.wire.protocol import (
+from kvtier.tier.wire import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,

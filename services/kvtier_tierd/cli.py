@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd.limits import Limits
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
 from kvtier_tierd.stores.registry import STORES, parse_store, store_flags

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from kvtier.addresses.tier import default_address, socket_path
 from kvtier.errors import TierRefusedError, UsageError
-from kvtier.tier.wire.protocol import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from kvtier_tierd.limits.budget import NAMESPACE_SHARE
-from kvtier_tierd.limits.namespaces import IN_FLIGHT, Limits, Namespaces, check_namespace
+from kvtier.tier.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier_tierd.limits import IN_FLIGHT, NAMESPACE_SHARE, Limits, Namespaces, check_namespace
 from kvtier_tierd.stores.memory import MemoryOptions
 from kvtier_tierd.stores.options import StoreOptions
 
@@ -35,7 +34,7 @@ class TierOptions:
     refresh_workers:   threads that refresh contexts near their data; 0: none does.
     metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
     metrics_host:      the name or address that they are served on.
-    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes (limits/budget.py).
+    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes (limits.py).
     stall_s:           how long a stream may stand still.
     drain_s:           how long running calls may take to end at SIGTERM.
     otlp_traces_endpoint: of an OpenTelemetry collector; None: nothing is traced.

@@ -16,16 +16,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.wire.framing import SERVICE_NAME, framed_handlers
-from kvtier.tier.wire.protocol import MAX_QUERIES_BYTES, MESSAGE_OVERHEAD_BYTES
+from kvtier.tier.transport.connection import TlsPaths
+from kvtier.tier.wire import (
+    MAX_QUERIES_BYTES,
+    MESSAGE_OVERHEAD_BYTES,
+    SERVICE_NAME,
+    framed_handlers,
+)
 from kvtier.v1 import tier_pb2_grpc
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.decoding import DecodingGuard
+from kvtier_tierd.limits import Budget
+from kvtier_tierd.listening import check_free, prepare_directory, renewed_credentials
 from kvtier_tierd.monitoring.metrics import Gauges, TierMetrics
 from kvtier_tierd.monitoring.tracing import open_traces
 from kvtier_tierd.monitoring.web import WebServer
-from kvtier_tierd.network.decoding import DecodingGuard
-from kvtier_tierd.network.sockets import check_free, prepare_directory
-from kvtier_tierd.network.tls import RotatingCredentials
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service.near_data import Refreshes
 from kvtier_tierd.service.service import TierService
@@ -126,8 +130,7 @@ class TierServer:
         options = self.options
         if options.certificate is None or options.key is None or options.client_ca is None:
             return None
-        rotating = RotatingCredentials(options.certificate, options.key, options.client_ca)
-        return rotating.server_credentials()
+        return renewed_credentials(TlsPaths(options.client_ca, options.certificate, options.key))
 
     @property
     def metrics_port(self) -> int | None:
@@ -209,6 +212,6 @@ def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         # Without this gRPC allows an idle client a ping in five minutes, and ends the connections
-        # of those that look more often, as ours do (kvtier.tier.transport.channel).
+        # of those that look more often, as ours do (kvtier.tier.transport.connection).
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
     ]

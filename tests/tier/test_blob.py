@@ -85,11 +85,6 @@ def test_a_meaning_that_cannot_be_is_refused_by_name(change, name):
         replace(SPAN, **change)
 
 
-def test_a_wrong_key_is_refused_by_name():
-    with pytest.raises(UsageError, match="key"):
-        checksum(b"short", "ada", LAYOUT, bytes(SPAN.num_bytes))
-
-
 def test_a_layout_says_the_same_after_the_wire():
     span = replace(SPAN, score_bytes=12)
     assert decode_span_layout(span.encode()) == span

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvtier.errors import TierProtocolError
 from kvtier.tier.blobs.keys import KvIdentity, Scope
 from kvtier.tier.blobs.names import ContextNames, spans_by_presence, spans_of_record
-from kvtier.tier.blobs.turns import NodeRecord, TurnRecord, decode_record, places, tail_digest
+from kvtier.tier.blobs.turns import NodeRecord, TurnRecord, tail_digest
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", 4, 2, 64, policy="quarter")
 SPAN = 4
@@ -83,29 +81,6 @@ def test_a_run_stops_at_the_first_span_that_is_missing(exact, data):
         # Nothing exact follows what is not, so an exact span behind a policy's is of no use.
         assert not policy[end]
     assert exact_stop <= max(begin, end * SPAN)
-
-
-def test_a_record_says_the_same_after_the_wire_and_knows_its_places():
-    record = record_of([10, 22])
-    assert decode_record(record.encode()) == record
-    assert [(place.start, place.node.stop) for place in places(record)] == [(0, 10), (10, 22)]
-    assert (record.stop, record.exact_stop) == (22, 10)
-
-
-@pytest.mark.parametrize(
-    "payload",
-    [
-        b"", b"{}", b"[]", b'{"nodes": [], "tail": ""}', b"\xff\xfe",
-        record_of([10]).encode().replace(b'"stop":10', b'"stop":"10"'),
-        record_of([10]).encode().replace(b'"dropped":[0,0]', b'"dropped":[4,40]'),
-        record_of([10]).encode().replace(b'"kept":0', b'"kept":3'),
-        record_of([10, 22]).encode().replace(b'"stop":22', b'"stop":9'),
-        record_of([10]).encode().replace(b'"tail"', b'"nail"'),
-    ],
-)  # fmt: skip
-def test_a_record_that_makes_no_sense_is_a_protocol_error(payload):
-    with pytest.raises(TierProtocolError):
-        decode_record(payload)
 
 
 @given(TOKENS, TOKENS)

@@ -26,6 +26,7 @@ def test_a_record_is_read_as_it_was_written(start, lengths):
     read = decode_record(record.encode())
     assert read == record
     assert [place.start for place in places(read)] == [start, *stops[:-1]]
+    assert (read.stop, read.exact_stop) == (stops[-1], 0)
 
 
 def test_a_record_of_no_memory_is_what_servers_before_memories_wrote_and_read():
@@ -49,3 +50,21 @@ def test_behind_a_memory_nodes_begin_where_its_prefix_ends_and_are_not_exact(nod
         decode_record(json.dumps(written).encode())
     longer = {**written, "nodes": [node(40, dropped=(2, 20)).model_dump()]}
     assert decode_record(json.dumps(longer).encode()).start == 20
+
+
+WRITTEN = TurnRecord(nodes=(node(10), node(22)), tail="").encode()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"{}", b'{"nodes": [], "tail": ""}', b"\xff\xfe",
+        WRITTEN.replace(b'"stop":10', b'"stop":"10"'),
+        WRITTEN.replace(b'"dropped":[0,0]', b'"dropped":[4,40]'),
+        WRITTEN.replace(b'"kept":0', b'"kept":3'),
+        WRITTEN.replace(b'"tail"', b'"nail"'),
+    ],
+)  # fmt: skip
+def test_a_record_that_makes_no_sense_is_a_protocol_error(payload):
+    with pytest.raises(TierProtocolError):
+        decode_record(payload)

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from kvtier_tierd.server import TierServer
 from kvtier_tierd.stores.memory import MemoryOptions
 
 LAYOUT = record_layout("test")
+PUT_BYTES = 1 << 20  # of a chunk
 
 Result = TypeVar("Result")
 
@@ -55,6 +58,14 @@ class Landed:
 
 
 @contextmanager
+def connected(tier: Any, namespace: str = "default", **options: Any) -> Iterator[TierClient]:
+    """A client of a service, patient, that has asked who is there."""
+    with TierClient(tier.address, namespace, timeout_s=SAFETY_S, **options) as client:
+        client.connect()
+        yield client
+
+
+@contextmanager
 def raw_stub(address: str) -> Iterator[tier_pb2_grpc.TierServiceStub]:
     """Open a stub for what a client of ours would never say."""
     with grpc.insecure_channel(address) as channel:
@@ -77,6 +88,32 @@ def failing(code: grpc.StatusCode) -> Iterator[None]:
     with pytest.raises(grpc.RpcError) as caught:
         yield
     assert caught.value.code() is code, caught.value.details()
+
+
+def whose(namespace):
+    return [("kvtier-namespace", namespace)]
+
+
+@contextmanager
+def stalled_put(stub, number, num_bytes=10_000, sent_bytes=0, namespace="default"):
+    """A put of which only the first bytes come until `go_on` is set; yields the call and that."""
+    payload, go_on = payload_of(number, num_bytes), threading.Event()
+
+    def parts():
+        header = header_of(blob_of(number, num_bytes), namespace)
+        yield tier_pb2.PutRequest(header=header)
+        for begin in range(0, sent_bytes, PUT_BYTES):
+            yield tier_pb2.PutRequest(chunk=payload[begin : min(begin + PUT_BYTES, sent_bytes)])
+        go_on.wait(SAFETY_S)
+        for begin in range(sent_bytes, num_bytes, PUT_BYTES):
+            yield tier_pb2.PutRequest(chunk=payload[begin : begin + PUT_BYTES])
+
+    call = stub.Put.future(parts(), metadata=whose(namespace))
+    try:
+        yield call, go_on
+    finally:
+        call.cancel()
+        go_on.set()
 
 
 def fetch(
@@ -246,3 +283,14 @@ def in_process(**options: Any) -> Iterator[InProcessTier]:
         yield tier
     finally:
         tier.stop()
+
+
+def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+    """The status and the text of an answer of the service over HTTP."""
+    url = f"http://{host}:{tier.server.metrics_port}{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()

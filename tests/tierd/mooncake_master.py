@@ -1,21 +1,31 @@
-"""A real mooncake_master on free ports."""
+"""A real mooncake_master on free ports, and stores of it."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from pausing import pause, resume
+from store_blobs import blob_name, payload_of, put
 from waiting import wait_for
+
+from kvtier.errors import TierExhaustedError, TierUnavailableError
+from kvtier_tierd.stores.mooncake.options import MooncakeOptions
+from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 MIB = 1 << 20
 CLIENT_TTL_S = 2  # seconds without a heartbeat after which the master drops a segment
+TIMEOUT_S = 2.0
+SEGMENT = 16 * MIB
+prefixes = (f"test-{number}" for number in itertools.count())
 
 
 def missing() -> str:
@@ -129,3 +139,29 @@ class MooncakeMaster:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self.log.close()
+
+
+def options_of(master: MooncakeMaster, prefix: str = "", **others: Any) -> MooncakeOptions:
+    """Return the options of a small service; with a prefix of its own unless it is to share one."""
+    given = {"segment_bytes": SEGMENT, "buffer_bytes": 64 * MIB, "timeout_s": TIMEOUT_S} | others
+    return MooncakeOptions(master=master.address, prefix=prefix or next(prefixes), **given)
+
+
+@asynccontextmanager
+async def opened(options: MooncakeOptions, quotas: Any = None) -> Any:
+    store = MooncakeStore(options, quotas)
+    try:
+        await store.start()
+        yield store
+        assert store.check_integrity() == []
+    finally:
+        await store.close()
+
+
+async def puts(store: MooncakeStore, number: int, num_bytes: int = MIB) -> bool:
+    """Return whether a put works, which may fail as the interface allows only."""
+    try:
+        await put(store, blob_name(number), payload_of(number, num_bytes))
+    except (TierUnavailableError, TierExhaustedError):
+        return False
+    return True

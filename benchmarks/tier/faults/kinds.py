@@ -40,7 +40,7 @@ from benchmarks.tier.faults.proxies import (
     Resetting,
 )
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.stores.disk.options import DiskOptions
+from kvtier_tierd.stores.disk.store import DiskOptions
 from kvtier_tierd.stores.layered import LayeredOptions
 from kvtier_tierd.stores.memory import MemoryOptions
 

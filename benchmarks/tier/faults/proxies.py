@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from kvtier.tier.wire.protocol import NAMESPACE_METADATA
+from kvtier.tier.wire import NAMESPACE_METADATA
 from kvtier.v1 import tier_pb2 as pb
 
 PIECE_BYTES = 1 << 16

@@ -4,7 +4,7 @@
 
 It is started, configured and connected to like the service. `/kvtier.bench.Echo` is any gRPC
 program: Get answers with the same chunk again and again, Put drops what comes, as protobuf makes
-and parses the messages. The service frames its chunks itself (kvtier.tier.wire.framing), so it
+and parses the messages. The service frames its chunks itself (kvtier.tier.wire), so it
 may be faster.
 """
 

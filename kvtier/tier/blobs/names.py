@@ -63,6 +63,11 @@ class SpanName:
     stop: int
 
 
+def _whole(chain: SpanChain, index: int) -> SpanName:
+    width = chain.span_tokens
+    return SpanName(chain.keys[index], index * width, (index + 1) * width)
+
+
 def spans_of_record(
     chains: NamedChains, record: TurnRecord, token_ids: Sequence[int], begin: int
 ) -> list[SpanName]:
@@ -74,7 +79,7 @@ def spans_of_record(
     spans = []
     for index in range(begin // width, record.stop // width):
         chain = chains.exact if (index + 1) * width <= exact_stop else chains.policy
-        spans.append(SpanName(chain.keys[index], index * width, (index + 1) * width))
+        spans.append(_whole(chain, index))
     whole = record.stop // width
     if record.stop > max(whole * width, begin):
         chain = chains.exact if record.stop <= exact_stop else chains.policy
@@ -95,7 +100,7 @@ def spans_by_presence(
     index, exact_stop = begin // width, begin
     for chain, present in ((chains.exact, exact), (chains.policy, policy)):
         while index < len(present) and present[index]:
-            spans.append(SpanName(chain.keys[index], index * width, (index + 1) * width))
+            spans.append(_whole(chain, index))
             index += 1
         if chain is chains.exact:
             exact_stop = index * width
@@ -117,5 +122,5 @@ def spans_of_ranges(
     spans = []
     for i in numbers:
         chain = chains.exact if (i + 1) * width <= exact_stop else chains.policy
-        spans.append(SpanName(chain.keys[i], i * width, (i + 1) * width))
+        spans.append(_whole(chain, i))
     return spans

@@ -1,8 +1,7 @@
 """The engine's side of its tier: calls in the background that never fail and never wait long.
 
-link                two queues and their threads; the budget of host memory
-calls               calls that fail as misses, and probes of a tier that is away
-breaker             whether the tier is called at all
-fetch               work in the background whose result may be waited for
-incoming, outgoing  the queues: fetches, and puts
+link     two queues and their threads; the budget of host memory
+calls    calls that fail as misses, and probes of a tier that is away
+breaker  whether the tier is called at all
+queues   fetches, and puts
 """

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvtier.errors import (
     TierError,
@@ -21,9 +22,10 @@ from kvtier.errors import (
 )
 from kvtier.tier.client import TierClient
 from kvtier.tier.link.breaker import Breaker
-from kvtier.tier.link.fetch import Result
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # These errors say nothing about the tier's health: it answered, and the next call may go well.
 _HARMLESS = (TierExhaustedError, TierIntegrityError)

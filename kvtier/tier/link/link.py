@@ -38,9 +38,7 @@ from kvtier.errors import (
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.breaker import Breaker
 from kvtier.tier.link.calls import Calls, GivenUpError
-from kvtier.tier.link.fetch import Fetch, Result
-from kvtier.tier.link.incoming import Incoming
-from kvtier.tier.link.outgoing import Outgoing, Put
+from kvtier.tier.link.queues import Fetch, Incoming, Outgoing, Put, Result
 
 logger = logging.getLogger(__name__)
 

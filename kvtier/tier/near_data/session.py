@@ -31,9 +31,9 @@ from kvtier.retention.refreshing import Chosen
 from kvtier.tier.blobs.keys import KEY_BYTES
 from kvtier.tier.client import TierClient
 from kvtier.tier.near_data.messages import Context, Entries, encode_queries
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Deadline
 from kvtier.tier.transport.landing import Arriving, Landing, Offer
-from kvtier.tier.wire.status import error_of
+from kvtier.tier.wire import error_of
 from kvtier.v1 import tier_pb2 as pb
 
 # A request that waits longer for its forward pass keeps what it had: the service pins its spans.

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.errors import TierProtocolError, TierUnavailableError
 from kvtier.tier.blobs.payload import Bytes, Digest
-from kvtier.tier.wire.protocol import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
+from kvtier.tier.wire import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
 
 # Small enough to be in the cache still when the checksum reads it again, and large enough that
 # taking Python's lock back after each block costs little beside a busy thread.

@@ -8,11 +8,9 @@ import grpc
 
 from kvtier.errors import TierProtocolError
 from kvtier.tier.blobs.payload import Bytes
-from kvtier.tier.transport.connection import Connection
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Connection, Deadline
 from kvtier.tier.transport.landing import Arriving, Land, Landing
-from kvtier.tier.wire.framing import frame_chunk
-from kvtier.tier.wire.status import error_of
+from kvtier.tier.wire import error_of, frame_chunk
 from kvtier.v1 import tier_pb2 as pb
 
 

@@ -1,6 +1,6 @@
 """The frame of every call: whose it is, what its errors become, and whether any is running.
 
-Errors of kvtier.errors become status codes (kvtier.tier.wire.status); anything else is a bug, which
+Errors of kvtier.errors become status codes (kvtier.tier.wire); anything else is a bug, which
 gRPC logs and answers with UNKNOWN.
 """
 
@@ -15,9 +15,8 @@ from typing import Any
 import grpc
 
 from kvtier.errors import KvtierError, TierUnavailableError
-from kvtier.tier.wire.status import code_of
-from kvtier_tierd.limits.namespaces import Namespaces, namespace_of
-from kvtier_tierd.limits.progress import Progress, StalledError
+from kvtier.tier.wire import code_of
+from kvtier_tierd.limits import Namespaces, Progress, StalledError, namespace_of
 from kvtier_tierd.monitoring.metrics import TierMetrics
 from kvtier_tierd.monitoring.tracing import NoTraces, Traces
 
@@ -65,7 +64,7 @@ class Calls:
                     await error.writing
                 await context.abort(code, str(error))
         except grpc.aio.AbortError:
-            # A request that is no message was answered and counted before (network/decoding.py).
+            # A request that is no message was answered and counted before (decoding.py).
             raise
         except Exception:
             self._metrics.failed(method, "UNKNOWN")

@@ -25,10 +25,10 @@ from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
 from kvtier.tier.blobs.keys import KEY_BYTES
 from kvtier.tier.blobs.payload import checksum, decode_span_layout
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits.namespaces import Namespaces
+from kvtier_tierd.limits import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
 from kvtier_tierd.service.calls import Write
-from kvtier_tierd.service.verifying import is_intact, undisturbed
+from kvtier_tierd.service.requests import is_intact, undisturbed
 from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
 
 if TYPE_CHECKING:

@@ -1,21 +1,26 @@
-"""Checks of the contents of several calls' requests, and limits of what one may ask for."""
+"""Parts of several calls: checks of what requests say, limits of what one may ask for, and work on
+pinned blobs in threads, which the caller that unpins waits for.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sized
+from collections.abc import Awaitable, Iterable, Sized
+from typing import TypeVar
 
 from kvtier.errors import TierExhaustedError, UsageError
 from kvtier.tier.blobs.keys import KEY_BYTES
-from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
+from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES, verifies
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.stores.base import BlobInfo, BlobName
+from kvtier_tierd.stores.base import BlobInfo, BlobName, Handle
 
 # The most that one call may name: keys to look up, and keys of blobs to open, lease or delete.
 MAX_KEYS = 1 << 16
 MAX_HELD_KEYS = 1 << 12
 # Other calls have a turn after so many keys were opened or leased.
 HELD_KEYS_A_TURN = 1 << 6
+
+Result = TypeVar("Result")
 
 
 def check_count(field: str, values: Sized, most: int = MAX_HELD_KEYS) -> None:
@@ -61,5 +66,23 @@ async def let_others_in(number: int) -> None:
         await asyncio.sleep(0)
 
 
-__all__ = ["MAX_HELD_KEYS", "MAX_KEYS", "check_count", "header_of", "info_of", "let_others_in",
-           "names_of"]  # fmt: skip
+async def undisturbed(work: Awaitable[Result]) -> Result:
+    """Return a thread's result, even when the call is over: the thread reads what is unpinned
+    afterwards."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def is_intact(name: BlobName, handle: Handle) -> bool:
+    """Return whether the store holds what was put under this name."""
+    info = handle.info
+    known = info.checksum, name.key, name.namespace, info.layout, handle.pieces
+    return await undisturbed(asyncio.to_thread(verifies, *known))

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier.wire.protocol import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
+from kvtier.tier.wire import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
 from kvtier_tierd.stores.base import SharedFile
 
 PAGE = 4096

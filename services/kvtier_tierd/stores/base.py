@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvtier_tierd.limits.budget import Budget
+from kvtier.errors import UsageError
+from kvtier.tier.blobs.keys import KEY_BYTES
+from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
+from kvtier_tierd.limits import MAX_NAMESPACE_BYTES, Budget
 from kvtier_tierd.stores.options import StoreOptions
 
 Buffer = memoryview
@@ -59,7 +62,8 @@ class BlobInfo:
     checksum: bytes
 
 
-class Draft(ABC):
+@dataclass(eq=False)
+class Draft:
     """A blob being written.
 
     buffer: `num_bytes` writable bytes, contents undefined at first.
@@ -72,20 +76,25 @@ class Draft(ABC):
     offset: int | None = None
 
 
-class Handle(ABC):
+@dataclass(eq=False)
+class Handle:
     """A blob being read.
 
     pieces: its payload, in order, read-only.
+    unpin:  what the store does when it is closed.
     offset: where it begins in the memory shared with clients, or None.
     """
 
     info: BlobInfo
     pieces: Sequence[Buffer]
+    unpin: Callable[[], None] | None
     offset: int | None = None
 
-    @abstractmethod
     def close(self) -> None:
         """Unpin the blob. Calling it again does nothing."""
+        unpin, self.unpin = self.unpin, None
+        if unpin is not None:
+            unpin()
 
 
 class SharedFile(NamedTuple):
@@ -219,15 +228,42 @@ class BlobStore(ABC):
         means nothing while a commit is under way."""
 
 
-async def fill(draft: Draft, pieces: Iterable[Buffer]) -> None:
-    """Copy in steps: a large blob must not keep the event loop from the other calls."""
-    position = 0
-    for piece in pieces:
-        for begin in range(0, len(piece), COPY_BYTES):
-            block = piece[begin : begin + COPY_BYTES]
-            draft.buffer[position : position + len(block)] = block
-            position += len(block)
-            await asyncio.sleep(0)
+def check_blob(name: BlobName, info: BlobInfo) -> None:
+    """Check a blob that is kept outside of this process, where its parts have limits. Raises
+    UsageError."""
+    try:
+        long = len(name.namespace.encode()) > MAX_NAMESPACE_BYTES
+    except UnicodeEncodeError:
+        long = True
+    if long:
+        expected = f"at most {MAX_NAMESPACE_BYTES} bytes of UTF-8"
+        raise UsageError("namespace", expected, name.namespace)
+    if len(name.key) != KEY_BYTES:
+        raise UsageError("key", f"{KEY_BYTES} bytes", len(name.key))
+    if len(info.layout) > MAX_LAYOUT_BYTES:
+        raise UsageError("layout", f"at most {MAX_LAYOUT_BYTES} bytes", len(info.layout))
+    if len(info.checksum) != CHECKSUM_BYTES:
+        raise UsageError("checksum", f"{CHECKSUM_BYTES} bytes", len(info.checksum))
+
+
+async def filled(
+    store: BlobStore, name: BlobName, info: BlobInfo, pieces: Iterable[Buffer]
+) -> Draft:
+    """Return a draft of a payload, which is copied in steps: a large blob must not keep the event
+    loop from the other calls. Raises TierError where there is no room for it."""
+    draft = await store.reserve(name, info)
+    try:
+        position = 0
+        for piece in pieces:
+            for begin in range(0, len(piece), COPY_BYTES):
+                block = piece[begin : begin + COPY_BYTES]
+                draft.buffer[position : position + len(block)] = block
+                position += len(block)
+                await asyncio.sleep(0)
+    except BaseException:
+        await store.abort(draft)
+        raise
+    return draft
 
 
 __all__ = [
@@ -239,5 +275,6 @@ __all__ = [
     "SharedFile",
     "StoreResources",
     "StoreStats",
-    "fill",
+    "check_blob",
+    "filled",
 ]

@@ -28,10 +28,9 @@ from kvtier_tierd.stores.base import (
     SharedFile,
     StoreResources,
     StoreStats,
-    fill,
+    filled,
 )
-from kvtier_tierd.stores.disk.options import DiskOptions
-from kvtier_tierd.stores.disk.store import DiskStore
+from kvtier_tierd.stores.disk.store import DiskOptions, DiskStore
 from kvtier_tierd.stores.memory import MemoryOptions, MemoryStore
 
 logger = logging.getLogger(__name__)
@@ -127,7 +126,8 @@ class LayeredStore(BlobStore):
         while True:
             name, handle = await self._queue.get()
             try:
-                await copy_blob(name, handle, self.disk)
+                draft = await filled(self.disk, name, handle.info, handle.pieces)
+                await self.disk.commit(draft)
                 if not (await self.memory.exists([name]))[0]:
                     # Pinned blobs are not evicted: it was deleted while it was being written.
                     await self.disk.delete(name)
@@ -193,14 +193,9 @@ class LayeredStore(BlobStore):
     async def _promote(self, name: BlobName, handle: Handle) -> Handle | None:
         """The blob in memory, where there is room for it."""
         try:
-            draft = await self.memory.reserve(name, handle.info)
+            draft = await filled(self.memory, name, handle.info, handle.pieces)
         except TierError:
             return None
-        try:
-            await fill(draft, handle.pieces)
-        except BaseException:
-            await self.memory.abort(draft)
-            raise
         # While it was copied it may have been replaced, deleted, or promoted by another call.
         if (await self.memory.exists([name]))[0] or not (await self.disk.exists([name]))[0]:
             await self.memory.abort(draft)
@@ -243,17 +238,6 @@ class LayeredStore(BlobStore):
 
     def check_integrity(self) -> list[str]:
         return self.memory.check_integrity() + self.disk.check_integrity()
-
-
-async def copy_blob(name: BlobName, handle: Handle, into: BlobStore) -> None:
-    """Copy an open blob into another store. Raises TierError where that has no room for it."""
-    draft = await into.reserve(name, handle.info)
-    try:
-        await fill(draft, handle.pieces)
-    except BaseException:
-        await into.abort(draft)
-        raise
-    await into.commit(draft)
 
 
 __all__ = ["LayeredStore"]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvtier.errors import TierExhaustedError
-from kvtier_tierd.stores.base import BlobName
+from kvtier_tierd.stores.base import BlobName, StoreStats
 
 
 @dataclass
@@ -125,8 +125,17 @@ class LruAccount:
         self.entries.move_to_end(name)
         self._orders[name.namespace].move_to_end(name)
 
-    def by_namespace(self) -> dict[str, int]:
-        return {namespace: held for namespace, held in self.used.items() if held}
+    def stats(self, kind: str, quarantined: int) -> StoreStats:
+        """Return the state of the store that this is the account of."""
+        return StoreStats(
+            kind=kind,
+            capacity_bytes=self.capacity_bytes,
+            used_bytes=self.used_bytes,
+            blobs=len(self.entries),
+            evictions=self.evictions,
+            quarantined=quarantined,
+            namespaces={namespace: held for namespace, held in self.used.items() if held},
+        )
 
     def check_integrity(self) -> list[str]:
         """Violations of the account's invariants; empty when healthy."""

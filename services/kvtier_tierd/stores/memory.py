@@ -42,25 +42,6 @@ class Blob:
     hidden: bool = False
 
 
-class MemoryDraft(Draft):
-    def __init__(self, name: BlobName, info: BlobInfo, buffer: memoryview, offset: int) -> None:
-        self.name, self.info, self.buffer, self.offset = name, info, buffer, offset
-
-
-class MemoryHandle(Handle):
-    def __init__(self, store: MemoryStore, blob: Blob) -> None:
-        self._store, self._blob = store, blob
-        self.info, self.offset = blob.info, blob.offset
-        view = store.arena.view(blob.offset, blob.info.num_bytes)
-        self.pieces = (view.toreadonly(),)
-        self._open = True
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._store.unpin(self._blob)
-
-
 @dataclass(frozen=True)
 class MemoryOptions(StoreOptions):
     """memory_bytes: of the arena."""
@@ -129,7 +110,7 @@ class MemoryStore(BlobStore):
             offset = self.arena.allocate(size)
             assert offset is not None, "room was made in one piece"
         self.account.reserve(name.namespace, size)
-        return MemoryDraft(name, info, self.arena.view(offset, info.num_bytes), offset)
+        return Draft(name, info, self.arena.view(offset, info.num_bytes), offset)
 
     def _join_room(self, namespace: str, size: int) -> None:
         """Enough bytes are free, but not in one piece: also evict who is between them.
@@ -153,7 +134,6 @@ class MemoryStore(BlobStore):
         return name is not None and not self._blobs[name].pins
 
     async def commit(self, draft: Draft) -> None:
-        assert isinstance(draft, MemoryDraft)
         assert draft.offset is not None
         name, size = draft.name, pages(draft.info.num_bytes)
         if name in self._blobs:
@@ -175,7 +155,6 @@ class MemoryStore(BlobStore):
                 self._forget(name, evicted=True)
 
     async def abort(self, draft: Draft) -> None:
-        assert isinstance(draft, MemoryDraft)
         assert draft.offset is not None
         self.account.release(draft.name.namespace, pages(draft.info.num_bytes))
         self.arena.free(draft.offset)
@@ -187,14 +166,15 @@ class MemoryStore(BlobStore):
         blob.pins += 1
         self.account.entries[name].pins += 1
         self.account.touch(name)
-        return MemoryHandle(self, blob)
+        view = self.arena.view(blob.offset, blob.info.num_bytes).toreadonly()
+        return Handle(blob.info, (view,), lambda: self._unpin(blob), blob.offset)
 
     def touch(self, names: Iterable[BlobName]) -> None:
         for name in names:
             if name in self._blobs:
                 self.account.touch(name)
 
-    def unpin(self, blob: Blob) -> None:
+    def _unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
         blob.pins -= 1
         if not blob.hidden:
@@ -223,15 +203,7 @@ class MemoryStore(BlobStore):
             self.arena.free(blob.offset)
 
     def stats(self) -> StoreStats:
-        return StoreStats(
-            kind=self.kind,
-            capacity_bytes=self.account.capacity_bytes,
-            used_bytes=self.account.used_bytes,
-            blobs=len(self._blobs),
-            evictions=self.account.evictions,
-            quarantined=self.quarantined,
-            namespaces=self.account.by_namespace(),
-        )
+        return self.account.stats(self.kind, self.quarantined)
 
     def check_integrity(self) -> list[str]:
         problems = self.account.check_integrity() + self.arena.check_integrity()

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.blobs.keys import Scope
-from kvtier.tier.prefetch.lookup import Landed
+from kvtier.tier.prefetch import Landed
 from kvtier_sglang.pool.packed import slots_as_entries
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.refresh.prefetch import CompactedContext

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
-from kvtier.tier.prefetch.lookup import Landed
+from kvtier.tier.prefetch import Landed
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree

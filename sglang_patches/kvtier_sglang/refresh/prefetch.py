@@ -26,12 +26,12 @@ from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames, SpanName, spans_of_ranges
 from kvtier.tier.client import TierClient
-from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
+from kvtier.tier.link.queues import Fetch
 from kvtier.tier.near_data.messages import Context
 from kvtier.tier.near_data.session import NearData
-from kvtier.tier.prefetch.host import Layouts, fetch_spans
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.prefetch import Layouts, fetch_spans
+from kvtier.tier.transport.connection import Deadline
 from kvtier_sglang.ranks import Answer
 from kvtier_sglang.refresh.sources import Choose, FetchedSource, NearSource, RefreshSource
 from kvtier_sglang.streams import Background

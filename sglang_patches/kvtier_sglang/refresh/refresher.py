@@ -32,7 +32,7 @@ import torch
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.transport.connection import Deadline
 from kvtier_kernels import HeadMap
 from kvtier_kernels.fp8 import put, take
 from kvtier_sglang.pool.allocator import BundleAllocator

@@ -26,8 +26,8 @@ from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.link.link import TierLink
 from kvtier.tier.near_data.exact_kv import ExactSpan, choose_ranges, exact_kv
 from kvtier.tier.near_data.session import NearData
-from kvtier.tier.prefetch.host import HostSpans, Layouts
-from kvtier.tier.transport.deadline import Deadline
+from kvtier.tier.prefetch import HostSpans, Layouts
+from kvtier.tier.transport.connection import Deadline
 
 
 class FetchedSource:

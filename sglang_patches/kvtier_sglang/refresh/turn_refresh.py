@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kvtier.retention.refreshing import RefreshRule
-from kvtier.tier.prefetch.host import HostSpans
+from kvtier.tier.prefetch import HostSpans
 from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing

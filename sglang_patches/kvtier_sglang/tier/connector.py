@@ -35,8 +35,7 @@ from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch.host import Layouts
-from kvtier.tier.prefetch.lookup import Landed, Lookup
+from kvtier.tier.prefetch import Landed, Layouts, Lookup
 from kvtier_sglang.ranks import Awaited
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel

@@ -17,9 +17,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvtier.tier.blobs.keys import Scope
-from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch.lookup import Landed, Lookup
+from kvtier.tier.link.queues import Fetch
+from kvtier.tier.prefetch import Landed, Lookup
 from kvtier_sglang.ranks import Answer
 
 # These say why what was not on the device did not come from the tier. LOST: it was asked and had it

@@ -35,7 +35,7 @@ from kvtier.tier.blobs.names import ContextNames, NamedChains, SpanName
 from kvtier.tier.blobs.turns import LAYOUT, MAX_NODES, NodeRecord, TurnRecord, tail_digest
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch.host import Layouts, fetch_spans
+from kvtier.tier.prefetch import Layouts, fetch_spans
 from kvtier_sglang.streams import HostPayload
 from kvtier_sglang.tier.codec import SpanCodec
 

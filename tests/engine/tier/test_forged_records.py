@@ -20,13 +20,13 @@ from waiting import SAFETY_S
 
 from kvtier.errors import TierProtocolError
 from kvtier.retention.shares import FixedShare
+from kvtier.tier import prefetch
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.blobs.turns import LAYOUT, NodeRecord, TurnRecord, decode_record, tail_digest
 from kvtier.tier.client import Blob
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch import lookup
 
 SHARE = FixedShare(0.5)
 
@@ -123,7 +123,7 @@ def test_a_record_that_cannot_be_restored_is_a_miss(connect):
     b = MiniScheduler(share=SHARE, link=connect())
     b.tree.tier.rules = Anything(b.tree.compressor.rule, SHARE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lookup, "decode_record", lambda payload: forged)
+        patch.setattr(prefetch, "decode_record", lambda payload: forged)
         assert turn(b, [*session.tokens, 9, 9], [3]).restored == 0
     assert b.tree.report()["tier"]["restore_failed"] == 1
     assert b.tree.tier.link.flush(SAFETY_S)

@@ -19,9 +19,9 @@ from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import Presence, TierClient
 from kvtier.tier.link import link as link_module
-from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch.lookup import Landed
+from kvtier.tier.link.queues import Fetch
+from kvtier.tier.prefetch import Landed
 from kvtier.tier.transport.landing import Landing
 from kvtier_sglang import hooks
 from kvtier_sglang.ranks import Answer

@@ -11,7 +11,7 @@ from waiting import SAFETY_S, FakeClock, wait_for
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.link import link as link_module
 from kvtier.tier.link.breaker import Breaker
-from kvtier.tier.link.fetch import Fetch
+from kvtier.tier.link.queues import Fetch
 
 # ---- what it is for
 
@@ -58,32 +58,6 @@ def test_a_payload_that_does_not_become_complete_is_not_stored(link, client):
     assert client.stored == [blob_of(1)]
     assert link.counters["puts_incomplete"] == link.counters["put"] == 1
     assert link.held_bytes == link.pending == 0
-
-
-def test_work_runs_in_the_background_and_its_result_is_there_when_it_is_done(link, client):
-    began, go_on = threading.Event(), threading.Event()
-
-    def work(given):
-        assert given is client
-        began.set()
-        go_on.wait(SAFETY_S)
-        return 42
-
-    fetch = link.submit(work)
-    assert began.wait(SAFETY_S)
-    assert not fetch.done
-    assert not fetch.wait(0.0)
-    assert link.pending == 1
-    go_on.set()
-    assert fetch.wait(SAFETY_S)
-    assert (fetch.done, fetch.result) == (True, 42)
-
-
-def test_flush_says_whether_it_got_there(link, client):
-    hold_the_put_thread(link, client)
-    assert not link.flush(0.01)
-    client.gate.set()
-    assert link.flush(SAFETY_S)
 
 
 # ---- what is asked for while it is on its way

@@ -7,24 +7,10 @@ from __future__ import annotations
 import threading
 
 import pytest
-from link_harness import (
-    BUDGET,
-    LAYOUT,
-    FakeClient,
-    blob_of,
-    fail,
-    hold_the_put_thread,
-    linked,
-)
+from link_harness import BUDGET, LAYOUT, FakeClient, blob_of, fail, hold_the_put_thread, linked
 from waiting import SAFETY_S, FakeClock, wait_for
 
-from kvtier.errors import (
-    TierExhaustedError,
-    TierIntegrityError,
-    TierProtocolError,
-    TierRefusedError,
-    TierUnavailableError,
-)
+from kvtier.errors import TierExhaustedError, TierIntegrityError, TierUnavailableError
 from kvtier.tier.client import Blob
 from kvtier.tier.link import link as link_module
 from kvtier.tier.link.breaker import Breaker
@@ -63,20 +49,6 @@ def test_of_a_tier_that_stays_away_nothing_more_is_held(monkeypatch):
         assert link.put([blob_of(3)]) == 1
         assert link.flush(SAFETY_S)
         assert [blob.key[-1] for blob in client.stored] == [1, 3]
-
-
-def test_puts_that_wait_for_the_tier_make_room_for_gets_and_have_their_limit(link, client):
-    client.fails = TierUnavailableError("down")
-    fail(link, 3)
-    assert link.put([blob_of(number, 300) for number in range(4)]) == 3
-    assert (link.held_bytes, link.room_bytes) == (900, 100)
-    assert link.claim(600)
-    assert link.counters["puts_shed"] == 3
-    client.fails = None
-    assert link.flush(SAFETY_S)
-    assert [blob.key[-1] for blob in client.stored] == [0]
-    link.release(600)
-    assert link.room_bytes == BUDGET
 
 
 def test_what_was_damaged_on_its_way_is_sent_again(link, client):
@@ -144,35 +116,6 @@ def test_three_failures_open_the_breaker_and_the_rest_is_refused_at_once():
         assert link.submit(lambda c: c).done
         assert link.put([blob_of(1)]) == 1
         assert client.connects == 3
-
-
-def test_the_breaker_closes_by_itself_once_the_tier_is_back(both, caplog):
-    link, client = both
-    caplog.set_level("INFO")
-    client.fails = TierUnavailableError("down")
-    fail(link, 3)
-    wait_for(lambda: link.counters["probe_TierUnavailableError"] >= 3)
-    client.fails = None
-    wait_for(lambda: link.healthy)
-    assert link.put([blob_of(7)]) == 1
-    assert link.flush(SAFETY_S)
-    assert client.stored[-1].key[-1] == 7
-    assert caplog.text.count("serving goes on without the tier") == 1
-    assert caplog.text.count("tier there:1 is back") == 1
-
-
-@pytest.mark.parametrize("error", [TierRefusedError, TierProtocolError])
-def test_a_tier_that_says_no_is_told_to_the_operator_as_an_error(both, caplog, error):
-    link, client = both
-    client.fails = error("no")
-    link.put([blob_of(number) for number in range(5)])
-
-    def told() -> list[str]:
-        return [one.levelname for one in caplog.records if "serving goes on" in one.getMessage()]
-
-    wait_for(lambda: bool(told()))
-    assert told() == ["ERROR"]
-    assert not link.healthy
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,13 @@ the master is gone    misses, and puts fail naming it; all is well when it is ba
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import socket
 from dataclasses import replace
 
 import pytest
-from mooncake_master import MIB, MooncakeMaster, free_ports
+from mooncake_master import MIB, SEGMENT, MooncakeMaster, free_ports, opened, options_of, puts
 from mooncake_peer import MooncakePeer
-from mooncake_play import (
-    SEGMENT,
-    options_of,
-    play,
-    puts,
-)
 from pausing import pause
 from store_blobs import blob_name, get, held, payload_of, put, reserve
 from waiting import FakeClock, wait_for_async
@@ -35,59 +28,9 @@ pytestmark = pytest.mark.usefixtures("mooncake")
 # ---- two processes
 
 
-def test_what_one_process_puts_another_gets_and_what_is_killed_with_it_is_missing(master):
+async def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, monkeypatch):
     options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            assert peer.ask("put", 1)
-            assert peer.ask("put", 2)
-            await put(store, blob_name(3), payload_of(3, MIB))
-            assert await held(store, 1, 2, 3, 4) == [1, 2, 3]
-            assert await get(store, blob_name(1)) == payload_of(1, MIB)
-            assert peer.ask("get", 3) == "right"
-            assert peer.ask("get", 4) == "missing"
-            peer.signal(signal.SIGKILL)
-            for number in (1, 2):
-                assert await get(store, blob_name(number)) is None
-            assert await get(store, blob_name(3)) == payload_of(3, MIB)
-            await put(store, blob_name(4), payload_of(4, MIB))
-            assert await get(store, blob_name(4)) == payload_of(4, MIB)
-            await wait_for_async(lambda: gone(store, 1, 2))
-        assert await held(store, 1, 2, 3, 4) == [3, 4]
-
-    play(options, scenario)
-
-
-def test_what_a_killed_process_held_costs_its_readers_next_to_nothing_and_is_stored_anew(master):
-    options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            for number in range(10):
-                assert peer.ask("put", number)
-            await put(store, blob_name(20), payload_of(20, MIB))
-            peer.signal(signal.SIGKILL)
-            assert len(await held(store, *range(10))) == 10, "no service knows yet"
-            for number in range(10):
-                assert await get(store, blob_name(number)) is None
-            assert await held(store, *range(10), 20) == [20]
-            await put(store, blob_name(3), payload_of("anew"))
-            assert await get(store, blob_name(3)) == payload_of("anew")
-            assert await held(store, *range(10), 20) == [3, 20]
-        with MooncakePeer(options) as peer:
-            assert peer.ask("put", 4)
-            # The client may still be waiting before it connects again: see segments.py.
-            found = await wait_for_async(lambda: get(store, blob_name(4)), "it is not back")
-            assert found == payload_of(4, MIB)
-
-    play(options, scenario)
-
-
-def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, monkeypatch):
-    options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
+    async with opened(options) as store:
         with MooncakePeer(options) as peer:
             for number in (1, 2):
                 assert peer.ask("put", number)
@@ -103,65 +46,48 @@ def test_a_segment_that_could_not_be_read_is_asked_again_after_a_while(master, m
             assert await held(store, 1, 2) == [1, 2]
             assert await get(store, blob_name(2)) == payload_of(2, MIB)
 
-    play(options, scenario)
-
 
 async def never(address: str) -> bool:
     return False
 
 
-async def gone(store: MooncakeStore, *numbers: int) -> bool:
-    return not await held(store, *numbers)
-
-
-def test_puts_that_went_to_a_killed_process_work_again():
+async def test_puts_that_went_to_a_killed_process_work_again():
     # The puts before the kill could go to segments that others have left behind, so there are none.
     with MooncakeMaster() as alone:
-        put_again_after_a_kill(options_of(alone, capacity_bytes=256 * MIB))
+        options = options_of(alone, capacity_bytes=256 * MIB)
+        async with opened(options) as store:
+            with MooncakePeer(replace(options, segment_bytes=64 * MIB)) as peer:
+                # Its own segment is full: the next ones go to the peer's.
+                for number in range(24):
+                    await put(store, blob_name(number), payload_of(number, MIB))
+                assert peer.ask("get", 23) == "right"
+                peer.signal(signal.SIGKILL)
+                for number in range(100, 110):
+                    await wait_for_async(lambda number=number: puts(store, number))
+                    assert await get(store, blob_name(number)) == payload_of(number, MIB)
+                for number in range(24):
+                    assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
 
 
-def put_again_after_a_kill(options: MooncakeOptions) -> None:
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(replace(options, segment_bytes=64 * MIB)) as peer:
-            # Its own segment is full: the next ones go to the peer's.
-            for number in range(24):
-                await put(store, blob_name(number), payload_of(number, MIB))
-            assert peer.ask("get", 23) == "right"
-            peer.signal(signal.SIGKILL)
-            for number in range(100, 110):
-                await wait_for_async(lambda number=number: puts(store, number))
-                assert await get(store, blob_name(number)) == payload_of(number, MIB)
-            for number in range(24):
-                assert await get(store, blob_name(number)) in (None, payload_of(number, MIB))
-
-    play(options, scenario)
-
-
-def test_with_two_replicas_a_blob_outlives_either_process():
+async def test_with_two_replicas_a_blob_outlives_either_process():
     # Only one of its segments may live beside those that others have left behind, so there are
     # none.
     with MooncakeMaster() as alone:
-        outlives_either_process(options_of(alone, replicas=2))
+        options = options_of(alone, replicas=2)
+        async with opened(options) as store:
+            with MooncakePeer(options) as peer:
+                await put(store, blob_name(1), payload_of(1, MIB))
+                peer.signal(signal.SIGKILL)
+
+                async def served() -> bool:
+                    return await get(store, blob_name(1)) == payload_of(1, MIB)
+
+                await wait_for_async(served)
 
 
-def outlives_either_process(options: MooncakeOptions) -> None:
-    async def scenario(store: MooncakeStore) -> None:
-        with MooncakePeer(options) as peer:
-            await put(store, blob_name(1), payload_of(1, MIB))
-            peer.signal(signal.SIGKILL)
-
-            async def served() -> bool:
-                return await get(store, blob_name(1)) == payload_of(1, MIB)
-
-            await wait_for_async(served)
-
-    play(options, scenario)
-
-
-def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
+async def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
     options = options_of(master)
-
-    async def scenario(store: MooncakeStore) -> None:
+    async with opened(options) as store:
         with MooncakePeer(options) as peer:
             assert peer.ask("put", 1)
             await put(store, blob_name(2), payload_of(2))
@@ -170,88 +96,51 @@ def test_a_process_that_hangs_costs_one_timeout_and_the_others_nothing(master):
             await wait_for_async(lambda: puts(store, 3))
             assert await get(store, blob_name(2)) == payload_of(2)
 
-    play(options, scenario)
 
-
-def test_the_http_metadata_server_of_the_master_does_as_well():
+async def test_the_http_metadata_server_of_the_master_does_as_well():
     with MooncakeMaster("--enable_http_metadata_server=true") as master:
         options = options_of(master, metadata=master.metadata)
-
-        async def scenario(store: MooncakeStore) -> None:
+        async with opened(options) as store:
             with MooncakePeer(options) as peer:
                 assert peer.ask("put", 1)
                 assert await get(store, blob_name(1)) == payload_of(1, MIB)
-
-        play(options, scenario)
 
 
 # ---- the master
 
 
-def test_a_master_that_is_not_there_is_named_at_the_start():
+async def test_a_master_that_is_not_there_is_named_at_the_start():
     (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
     options = MooncakeOptions(address, local_hostname="127.0.0.1", segment_bytes=SEGMENT)
     store = MooncakeStore(options)
+    with pytest.raises(TierUnavailableError, match=address):
+        await store.start()
+    await store.close()
 
-    async def run() -> None:
+
+async def test_a_metadata_server_that_is_not_there_is_named_at_the_start(master):
+    metadata = f"http://127.0.0.1:{free_ports(1)[0]}/metadata"
+    store = MooncakeStore(options_of(master, metadata=metadata))
+    with pytest.raises(TierUnavailableError, match=f"--mooncake-metadata {metadata}"):
+        await store.start()
+    await store.close()
+
+
+async def test_another_process_that_listens_there_is_no_master():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        address = f"127.0.0.1:{port}"
+        options = MooncakeOptions(address, segment_bytes=SEGMENT, timeout_s=0.5)
+        store = MooncakeStore(options)
         with pytest.raises(TierUnavailableError, match=address):
             await store.start()
         await store.close()
 
-    asyncio.run(run())
 
-
-def test_a_metadata_server_that_is_not_there_is_named_at_the_start(master):
-    metadata = f"http://127.0.0.1:{free_ports(1)[0]}/metadata"
-
-    async def run() -> None:
-        store = MooncakeStore(options_of(master, metadata=metadata))
-        with pytest.raises(TierUnavailableError, match=f"--mooncake-metadata {metadata}"):
-            await store.start()
-        await store.close()
-
-    asyncio.run(run())
-
-
-def test_another_process_that_listens_there_is_no_master():
-    async def run() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            port = other.getsockname()[1]
-            address = f"127.0.0.1:{port}"
-            options = MooncakeOptions(address, segment_bytes=SEGMENT, timeout_s=0.5)
-            store = MooncakeStore(options)
-            with pytest.raises(TierUnavailableError, match=address):
-                await store.start()
-            await store.close()
-
-    asyncio.run(run())
-
-
-def test_a_master_that_dies_means_misses_at_once_and_it_comes_back():
+async def test_a_master_that_hangs_means_misses_and_it_comes_back():
     with MooncakeMaster() as master:
-
-        async def scenario(store: MooncakeStore) -> None:
-            await put(store, blob_name(1), payload_of(1))
-            master.signal(signal.SIGKILL)
-            assert await store.open(blob_name(1)) is None
-            assert await held(store, 1) == []
-            assert await store.open(blob_name(1)) is None
-            with pytest.raises(TierUnavailableError, match=master.address):
-                await reserve(store, blob_name(2), payload_of(2))
-            master.start()
-            await wait_for_async(lambda: puts(store, 2))
-            assert await get(store, blob_name(2)) == payload_of(2, MIB)
-            # A new master knows no blobs.
-            assert await held(store, 1, 2) == [2]
-
-        play(options_of(master), scenario)
-
-
-def test_a_master_that_hangs_means_misses_and_it_comes_back():
-    with MooncakeMaster() as master:
-
-        async def scenario(store: MooncakeStore) -> None:
+        async with opened(options_of(master)) as store:
             for number in (1, 4):
                 await put(store, blob_name(number), payload_of(number))
             draft = await reserve(store, blob_name(2), payload_of(2))
@@ -269,15 +158,10 @@ def test_a_master_that_hangs_means_misses_and_it_comes_back():
             await put(store, blob_name(4), payload_of("new"))
             assert await get(store, blob_name(4)) == payload_of("new")
 
-        play(options_of(master), scenario)
 
-
-def test_closing_without_a_master_ends():
-    async def run() -> None:
-        with MooncakeMaster() as master:
-            store = MooncakeStore(options_of(master))
-            await store.start()
-            master.stop()
-            await store.close()
-
-    asyncio.run(run())
+async def test_closing_without_a_master_ends():
+    with MooncakeMaster() as master:
+        store = MooncakeStore(options_of(master))
+        await store.start()
+        master.stop()
+        await store.close()

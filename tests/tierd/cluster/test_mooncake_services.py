@@ -26,15 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from live_tier import (
-    LAYOUT,
-    LiveTier,
-    blob_of,
-    fetch,
-    key_of,
-    live_tier,
-    payload_of,
-)
+from live_tier import LAYOUT, LiveTier, blob_of, fetch, key_of, live_tier, payload_of
 from mooncake_master import MIB, MooncakeMaster, free_ports
 from waiting import SAFETY_S, wait_for
 

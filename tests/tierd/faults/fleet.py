@@ -17,8 +17,8 @@ from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import Blob, Landing, Offer, TierClient
 from kvtier.tier.link.breaker import Breaker
-from kvtier.tier.link.fetch import Fetch
 from kvtier.tier.link.link import TierLink
+from kvtier.tier.link.queues import Fetch
 
 HITS = 200
 LINKS = 8
@@ -115,9 +115,7 @@ class Fleet:
             return fact()
 
         wait_for(
-            loaded,
-            lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}",
-            poll_s=0.001,
+            loaded, lambda: f"{self.failed} failed, {self.outcomes}: {self.counters}", poll_s=0.001
         )
 
     def load(self, landed: int) -> None:

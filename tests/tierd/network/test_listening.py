@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from live_tier import blob_of, fetch, in_process, key_of, payload_of
+from live_tier import blob_of, connected, fetch, in_process, key_of, payload_of
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierRefusedError, UsageError
@@ -50,8 +50,8 @@ def test_a_directory_that_is_open_to_others_is_refused_whatever_it_is_for(tmp_pa
             pass
         assert list(directory.iterdir()) == []
         serving = in_process(listen=listen, insecure_local=True)
-        with serving as tier, TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with serving as tier, connected(tier):
+            pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory away")
@@ -103,12 +103,6 @@ def test_plaintext_for_other_machines_wants_another():
         assert TierOptions(listen=listen, insecure=True).listen == listen
 
 
-def test_asking_for_the_default_address_makes_no_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert TierOptions().socket_path.parent == tmp_path / "kvtier"
-    assert list(tmp_path.iterdir()) == []
-
-
 class Owner:
     """A socket's: `another_user` or, to begin with and after `this_user`, who runs the tests."""
 
@@ -152,6 +146,7 @@ def test_a_socket_of_another_user_is_not_spoken_to(tmp_path, monkeypatch):
 
 
 def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "kvtier.tier.link.calls")
     with in_process(listen=f"unix:{tmp_path}/tier.sock") as tier:
         owner = Owner(tier.address, monkeypatch)
         owner.another_user()
@@ -164,11 +159,12 @@ def test_for_an_engine_it_is_a_tier_that_is_down_and_is_said_once(tmp_path, monk
                 assert asked.result is None
             wait_for(lambda: link.counters["probe_TierRefusedError"] > 5)
             assert not link.healthy
-            (said,) = [one for one in caplog.records if one.name == "kvtier.tier.link.calls"]
+            (said,) = [one for one in caplog.records if "serving goes on" in one.getMessage()]
             assert said.levelname == "ERROR"
             assert f"{tmp_path}/tier.sock" in said.getMessage()
             owner.this_user()
             wait_for(lambda: link.healthy)
+            assert caplog.text.count("tier.sock is back") == 1
             assert link.put([blob_of(1)]) == 1
             assert link.flush(SAFETY_S)
             assert link.counters["put"] == 1

@@ -9,37 +9,15 @@ import urllib.error
 import urllib.request
 
 import pytest
-from live_tier import (
-    InProcessTier,
-    blob_of,
-    fetch,
-    header_of,
-    in_process,
-    key_of,
-    live_tier,
-    raw_stub,
-)
+from live_tier import InProcessTier, ask, blob_of, connected, fetch, in_process, key_of, live_tier
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, TierUnavailableError, UsageError
-from kvtier.tier.client import TierClient
-from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import server as server_module
-from kvtier_tierd.limits.namespaces import Limits
+from kvtier_tierd.limits import Limits
 from kvtier_tierd.monitoring.metrics import MAX_NAMESPACES
 from kvtier_tierd.options import TierOptions
-
-
-def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
-    """The status and the text of the answer."""
-    url = f"http://{host}:{tier.server.metrics_port}{path}"
-    try:
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
 
 
 def test_a_service_that_serves_is_alive_and_ready_and_has_metrics():
@@ -50,26 +28,6 @@ def test_a_service_that_serves_is_alive_and_ready_and_has_metrics():
         assert status == 200
         assert "kvtier_tier_capacity_bytes" in text
         assert ask(tier, "/elsewhere")[0] == 404
-
-
-def test_a_service_that_drains_is_alive_and_not_ready():
-    with in_process(metrics_port=0, drain_s=20.0) as tier, raw_stub(tier.address) as stub:
-        waiting = threading.Event()
-
-        def half():
-            yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(SAFETY_S)
-
-        call = stub.Put.future(half())
-        wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
-        stopping = threading.Thread(target=tier.shut_down)
-        stopping.start()
-        wait_for(lambda: ask(tier, "/readyz")[0] == 503)
-        assert ask(tier, "/readyz") == (503, "not ready\n")
-        assert ask(tier, "/livez") == (200, "ok\n")
-        waiting.set()
-        assert call.exception() is not None
-        stopping.join(SAFETY_S)
 
 
 def test_a_service_that_recovers_its_store_is_alive_and_not_ready(monkeypatch):
@@ -128,8 +86,7 @@ def test_metrics_are_bound_where_they_are_wanted(tmp_path):
 
 def test_calls_are_timed_however_they_end_and_rare_events_are_told_from_the_start():
     with in_process(metrics_port=0) as tier:
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             client.exists([key_of(1)])
             client.exists([key_of(2)])
             with pytest.raises(TierProtocolError):
@@ -167,16 +124,14 @@ def namespaces_in_metrics(tier: InProcessTier) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_directory, shared):
+def test_namespaces_that_clients_invent_have_a_bounded_number_of_series(memory_directory):
     many = MAX_NAMESPACES + 36
     serving = in_process(metrics_port=0, shared_directory=memory_directory)
     with serving as tier:
         for number in range(many):
             # The first is late as well: it has a label by then.
             for name in (f"invented-{number}", "invented-0"):
-                with TierClient(tier.address, name, timeout_s=SAFETY_S, shared=shared) as client:
-                    client.connect()
+                with connected(tier, name) as client:
                     client.exists([key_of(1)])
                     client.put(blob_of(1, 10))
                     fetch(client, [key_of(1), key_of(2)])
@@ -190,8 +145,7 @@ def test_namespaces_that_are_served_by_name_have_series_of_their_own_however_man
     names = [f"served-{number}" for number in range(MAX_NAMESPACES + 10)]
     with in_process(metrics_port=0, namespaces=dict.fromkeys(names, Limits())) as tier:
         for name in names:
-            with TierClient(tier.address, name, timeout_s=SAFETY_S) as client:
-                client.connect()
+            with connected(tier, name) as client:
                 client.exists([key_of(1)])
                 client.put(blob_of(1, 10))
                 fetch(client, [key_of(1), key_of(2)])

@@ -24,8 +24,7 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.tier.client import Landing, TierClient
-from kvtier.tier.wire.protocol import PROTOCOL_VERSION
-from kvtier.tier.wire.status import code_of, error_of
+from kvtier.tier.wire import PROTOCOL_VERSION, code_of, error_of
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -17,14 +17,15 @@ from live_tier import (
     key_of,
     payload_of,
     raw_stub,
+    stalled_put,
 )
 from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import TierExhaustedError, TierRefusedError
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits import namespaces
-from kvtier_tierd.limits.namespaces import PACED_CHUNK_BYTES, REFUSAL_S, Limits
+from kvtier_tierd import limits as limits_module
+from kvtier_tierd.limits import PACED_CHUNK_BYTES, REFUSAL_S, Limits
 
 PAGE = 4096
 
@@ -107,21 +108,19 @@ def waited(monkeypatch) -> list[float]:
         found.append(seconds)
         clock.now += seconds
 
-    monkeypatch.setattr(namespaces, "time", clock)
-    monkeypatch.setattr(namespaces, "asyncio", SimpleNamespace(sleep=sleep))
+    stand_in = SimpleNamespace(sleep=sleep, timeout=asyncio.timeout)
+    monkeypatch.setattr(limits_module, "time", clock)
+    monkeypatch.setattr(limits_module, "asyncio", stand_in)
     return found
 
 
 def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not(waited):
-    with in_process(in_flight=2) as tier, raw_stub(tier.address) as stub:
-        waiting = threading.Event()
-
-        def half(number):
-            yield pb.PutRequest(header=header_of(blob_of(number)))
-            waiting.wait(SAFETY_S)
-            yield pb.PutRequest(chunk=payload_of(number))
-
-        calls = [stub.Put.future(half(number)) for number in range(2)]
+    with (
+        in_process(in_flight=2) as tier,
+        raw_stub(tier.address) as stub,
+        stalled_put(stub, 0) as (first, go_on_first),
+        stalled_put(stub, 1) as (second, go_on_second),
+    ):
         in_flight = tier.server.service.namespaces._in_flight
         wait_for(lambda: in_flight["default"] == 2)
         waited.clear()
@@ -133,8 +132,9 @@ def test_transfers_beyond_the_in_flight_limit_are_refused_and_others_are_not(wai
             stub.Put(iter([pb.PutRequest(header=header_of(blob_of(3)))]))
         with TierClient(tier.address, "another", timeout_s=SAFETY_S) as other:
             assert other.put(blob_of(4))
-        waiting.set()
-        assert all(call.result().stored for call in calls)
+        go_on_first.set(), go_on_second.set()
+        assert first.result().stored
+        assert second.result().stored
         wait_for(lambda: in_flight["default"] == 0)
 
 

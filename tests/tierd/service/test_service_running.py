@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import threading
-import urllib.request
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from live_tier import (
-    blob_of,
-    failing,
-    fetch,
-    header_of,
-    in_process,
-    key_of,
-    payload_of,
-    raw_stub,
-)
+from live_tier import ask, blob_of, failing, fetch, in_process, key_of, raw_stub, stalled_put
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
@@ -32,25 +22,18 @@ PAGE = 4096
 
 def test_a_draining_service_ends_what_runs_and_takes_no_more():
     with (
-        in_process(drain_s=3600.0) as tier,
+        in_process(drain_s=3600.0, metrics_port=0) as tier,
         raw_stub(tier.address) as stub,
-        ExitStack() as stack,
+        stalled_put(stub, 1) as (running, go_on),
+        watching(tier.address) as watched,
     ):
-        waiting = threading.Event()
-
-        def half():
-            yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(SAFETY_S)
-            yield pb.PutRequest(chunk=payload_of(1))
-
-        running = stub.Put.future(half())
         wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
-        watched = stack.enter_context(watching(tier.address))
         assert next(watched).status == health_pb2.HealthCheckResponse.SERVING
 
         stopping = threading.Thread(target=tier.shut_down)
         stopping.start()
         assert next(watched).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (ask(tier, "/readyz"), ask(tier, "/livez")) == ((503, "not ready\n"), (200, "ok\n"))
         with failing(grpc.StatusCode.UNAVAILABLE):
             stub.Exists(pb.ExistsRequest(keys=[key_of(1)]))
         with (
@@ -58,7 +41,7 @@ def test_a_draining_service_ends_what_runs_and_takes_no_more():
             pytest.raises(TierUnavailableError),
         ):
             client.connect()
-        waiting.set()
+        go_on.set()
         assert running.result().stored
         stopping.join(SAFETY_S)
         assert not stopping.is_alive(), "the end does not wait for a watcher"
@@ -73,19 +56,14 @@ def watching(address):
 
 
 def test_a_call_that_does_not_end_is_cut_off_when_draining_is_over(memory_directory):
-    serving = in_process(drain_s=0.1, shared_directory=memory_directory)
-    with serving as tier, raw_stub(tier.address) as stub:
-        waiting = threading.Event()
-
-        def half():
-            yield pb.PutRequest(header=header_of(blob_of(1)))
-            waiting.wait(SAFETY_S)
-
-        running = stub.Put.future(half())
+    with (
+        in_process(drain_s=0.1, shared_directory=memory_directory) as tier,
+        raw_stub(tier.address) as stub,
+        stalled_put(stub, 1) as (running, _),
+    ):
         wait_for(lambda: tier.server.service.namespaces._in_flight["default"] == 1)
         tier.shut_down()
         assert running.exception() is not None
-        waiting.set()
         assert tier.store.account.reserved.total() == 0
 
 
@@ -106,9 +84,7 @@ def test_stats_and_metrics_say_what_happened(memory_directory):
             stats = streaming.stats()
         assert (stats.store, stats.blobs, stats.used_bytes) == ("memory", 2, 3 * PAGE)
         assert stats.capacity_bytes == stats.namespace_quota_bytes == 16 << 20
-        url = f"http://127.0.0.1:{tier.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            said = answer.read().decode()
+        _, said = ask(tier, "/metrics")
         for line in (
             'bytes_total{direction="put",namespace="ada",path="stream"} 1000.0',
             'bytes_total{direction="put",namespace="ada",path="shared"} 5000.0',
@@ -136,9 +112,7 @@ def test_the_store_is_asked_for_metrics_in_its_own_thread_only(monkeypatch):
         monkeypatch.setattr(
             tier.store, "stats", lambda: asked.append(threading.current_thread()) or stats()
         )
-        url = f"http://127.0.0.1:{tier.server.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            assert b"kvtier_tier_used_bytes 0.0" in answer.read()
+        assert "kvtier_tier_used_bytes 0.0" in ask(tier, "/metrics")[1]
         assert asked == [tier.thread]
 
 

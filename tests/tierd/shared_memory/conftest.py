@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from waiting import SAFETY_S
-
-from kvtier.tier.client import TierClient
+from live_tier import connected
 
 
 @pytest.fixture
 def client(tier):
-    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with connected(tier) as client:
         assert client.shares_memory
         yield client

@@ -5,13 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from live_tier import (
-    blob_of,
-    fetch,
-    header_of,
-    key_of,
-    raw_stub,
-)
+from live_tier import blob_of, connected, fetch, header_of, key_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError, UsageError
@@ -81,8 +75,7 @@ def test_a_buffer_of_another_size_is_refused_by_name(tier, shared):
 
 
 def test_calls_cut_off_by_closing_the_client_end_at_once(tier):
-    with TierClient(tier.address, timeout_s=SAFETY_S, shared=False) as client:
-        client.connect()
+    with connected(tier, shared=False) as client:
         waiting, errors = threading.Event(), []
 
         def put():

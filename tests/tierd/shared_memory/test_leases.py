@@ -7,21 +7,12 @@ import sys
 
 import grpc
 import pytest
-from live_tier import (
-    blob_of,
-    failing,
-    fetch,
-    header_of,
-    key_of,
-    live_tier,
-    payload_of,
-    raw_stub,
-)
+from live_tier import blob_of, failing, fetch, header_of, key_of, live_tier, payload_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TierClient
-from kvtier.tier.transport import shared_puts
+from kvtier.tier.transport import shared
 from kvtier.v1 import tier_pb2 as pb
 
 
@@ -117,7 +108,7 @@ def test_a_lease_lasts_as_long_as_asked_for_and_never_longer_than_a_minute(tier)
 def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, monkeypatch):
     """The room of the lease may be another blob's by then."""
     client = TierClient(tier.address, timeout_s=0.2)
-    real_copy, late = shared_puts.copy, []
+    real_copy, late = shared.copy, []
 
     def copy_late(pieces, into, **options):
         wait_for(lambda: tier.server.service.leases.expired == 1)
@@ -129,7 +120,7 @@ def test_a_writer_that_was_asleep_until_its_lease_was_over_writes_nothing(tier, 
 
     with client:
         client.connect()
-        monkeypatch.setattr(shared_puts, "copy", copy_late)
+        monkeypatch.setattr(shared, "copy", copy_late)
         with pytest.raises(TierUnavailableError, match="lease"):
             client.put(blob_of(1))
         assert late
@@ -142,7 +133,7 @@ def test_room_that_could_not_be_filled_is_given_back_at_once(tier, client, monke
     def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(shared_puts, "copy", fail)
+    monkeypatch.setattr(shared, "copy", fail)
     with pytest.raises(ZeroDivisionError):
         client.put(blob_of(1))
     assert tier.problems() == []

@@ -7,21 +7,12 @@ import os
 import threading
 
 import pytest
-from live_tier import (
-    LAYOUT,
-    blob_of,
-    fetch,
-    in_process,
-    key_of,
-    live_tier,
-    payload_of,
-)
-from waiting import SAFETY_S, wait_for
+from live_tier import LAYOUT, blob_of, connected, fetch, in_process, key_of, live_tier, payload_of
+from waiting import wait_for
 
-from kvtier.errors import TierProtocolError, TierUnavailableError
-from kvtier.tier.client import Blob, Landing, TierClient
-from kvtier.tier.transport import shared_memory as shared_module
-from kvtier.tier.transport.shared_memory import SharedMemory, copy
+from kvtier.errors import TierUnavailableError
+from kvtier.tier.client import Blob, Landing
+from kvtier.tier.transport.shared_memory import SharedMemory
 
 
 def test_a_flipped_byte_in_the_file_is_corrupt_then_quarantined_then_missing(tier, client):
@@ -48,11 +39,7 @@ def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothin
     directory = tmp_path / "shm"
     directory.mkdir()
     flags = ("--shared-memory", str(directory), "--memory", "1m")
-    with (
-        live_tier(tmp_path, *flags) as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with live_tier(tmp_path, *flags) as tier, connected(tier) as client:
         assert client.put(blob_of(1))
         (old,) = directory.iterdir()
         tier.kill()
@@ -107,20 +94,10 @@ def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, 
     assert opened(pipe, num_bytes=0) is None
 
 
-@pytest.mark.parametrize("extent", [(0, 10), (1 << 20, 10), (4090, 10), (16, 1 << 63)])
-def test_an_extent_outside_of_the_memory_is_refused(memory_directory, extent):
-    path = memory_directory / "kvtier-tier-1"
-    path.write_bytes(bytes(range(16)) + bytes(4080))
-    memory = SharedMemory.open(str(path), 4096, bytes(range(16)))
-    with pytest.raises(TierProtocolError, match="outside"):
-        memory.view(*extent)
-
-
 def test_a_client_elsewhere_streams(memory_directory):
     with in_process(shared_directory=memory_directory) as tier:
         os.rename(tier.server.service.shared.path, memory_directory / "elsewhere")
-        with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-            client.connect()
+        with connected(tier) as client:
             assert not client.shares_memory
             assert client.put(blob_of(1))
             assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
@@ -146,8 +123,7 @@ def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypa
 
 def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
     """The mapping is replaced under the hands of threads that use it."""
-    with TierClient(tier.address, timeout_s=SAFETY_S) as client:
-        client.connect()
+    with connected(tier) as client:
         blobs = [blob_of(number, 300_000) for number in range(4)]
         ended, failures = threading.Event(), []
 
@@ -174,22 +150,10 @@ def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
         assert failures == []
 
 
-def test_copying_stops_when_time_is_up():
-    target = bytearray(3 * shared_module.BLOCK_BYTES)
-    with pytest.raises(TierUnavailableError, match="lease"):
-        copy([bytes(len(target))], memoryview(target), until=0.0)
-    copy([b"abc", b"", b"def"], memoryview(target)[:6])
-    assert target[:6] == b"abcdef"
-
-
 def test_nothing_that_is_open_is_handed_down_to_other_programs(memory_directory):
     """Neither sockets nor the memory: a program started later would keep them."""
     before = inheritable()
-    with (
-        in_process(shared_directory=memory_directory) as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with in_process(shared_directory=memory_directory) as tier, connected(tier) as client:
         assert client.shares_memory
         client.put(Blob(key_of(1), LAYOUT, [bytes(10)]))
         assert inheritable() <= before

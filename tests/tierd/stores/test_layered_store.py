@@ -44,177 +44,137 @@ async def layered(
     await store.close()
 
 
-def test_what_memory_has_no_room_for_is_still_on_disk_and_comes_back(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path) as store:
-            for number in range(12):
-                await put(store, blob_name(number), payload_of(number))
-                await store.settle()
-            assert await held(store.memory, *range(12)) == [8, 9, 10, 11]
-            assert await held(store, *range(12)) == list(range(12))
-            for number in range(12):
-                assert await get(store, blob_name(number)) == payload_of(number)
-            assert await held(store.memory, 0, 11) == [11]
-            assert store.shed == store.failed == 0
-
-    asyncio.run(play())
-
-
-def test_what_was_written_behind_survives_a_restart(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path) as store:
-            await put(store, blob_name(1), payload_of(1))
-        async with layered(tmp_path) as store:
-            assert await held(store.memory, 1) == []
-            assert await get(store, blob_name(1)) == payload_of(1)
-            assert await held(store.memory, 1) == [1]
-
-    asyncio.run(play())
-
-
-def test_what_memory_serves_all_the_time_is_not_what_the_disk_evicts(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
-            for number in range(10):
-                await put(store, blob_name(number), payload_of(number))
-                await store.settle()
-                assert await get(store, blob_name(0)) == payload_of(0)
-            assert await held(store.memory, 0) == [0]
-            assert await held(store.disk, *range(10)) == [0, 7, 8, 9]
-            assert await held(store, *range(10)) == [0, 7, 8, 9]
-
-    asyncio.run(play())
-
-
-def test_uses_in_memory_outlive_a_restart(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
-            for number in range(4):
-                await put(store, blob_name(number), payload_of(number))
-                await store.settle()
-            assert await get(store, blob_name(1)) == payload_of(1)
-            store.touch([blob_name(0)])
-        async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
-            for number in (4, 5):
-                await put(store, blob_name(number), payload_of(number))
-                await store.settle()
-            assert await held(store.disk, *range(6)) == [0, 1, 4, 5]
-
-    asyncio.run(play())
-
-
-def test_where_memory_is_all_pinned_the_disk_serves(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path) as store:
-            for number in range(5):
-                await put(store, blob_name(number), payload_of(number))
-                await store.settle()
-            handles = [await store.open(blob_name(number)) for number in range(1, 5)]
-            from_disk = await store.open(blob_name(0))
-            assert from_disk.offset is None
-            assert content(from_disk) == payload_of(0)
-            for handle in [*handles, from_disk]:
-                handle.close()
-
-    asyncio.run(play())
-
-
-def test_what_waits_for_the_disk_takes_a_share_of_memory_and_no_more(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path, memory_blobs=8, behind_share=0.5) as store:
-            for number in range(20):
-                await put(store, blob_name(number), payload_of(number))
-                assert store._waiting_bytes <= 4 * COST
-            assert store.stats().shed == store.shed > 0
+async def test_what_memory_has_no_room_for_is_still_on_disk_and_comes_back(tmp_path):
+    async with layered(tmp_path) as store:
+        for number in range(12):
+            await put(store, blob_name(number), payload_of(number))
             await store.settle()
-            assert store._waiting_bytes == 0
+        assert await held(store.memory, *range(12)) == [8, 9, 10, 11]
+        assert await held(store, *range(12)) == list(range(12))
+        for number in range(12):
+            assert await get(store, blob_name(number)) == payload_of(number)
+        assert await held(store.memory, 0, 11) == [11]
+        assert store.shed == store.failed == 0
 
-    asyncio.run(play())
 
-
-def test_a_blob_deleted_while_it_waits_for_the_disk_stays_deleted(tmp_path):
-    async def play() -> None:
-        async with layered(tmp_path) as store:
-            await put(store, blob_name(1), payload_of(1))
-            assert await store.delete(blob_name(1))
+async def test_what_memory_serves_all_the_time_is_not_what_the_disk_evicts(tmp_path):
+    async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+        for number in range(10):
+            await put(store, blob_name(number), payload_of(number))
             await store.settle()
-            assert await held(store, 1) == []
+            assert await get(store, blob_name(0)) == payload_of(0)
+        assert await held(store.memory, 0) == [0]
+        assert await held(store.disk, *range(10)) == [0, 7, 8, 9]
+        assert await held(store, *range(10)) == [0, 7, 8, 9]
 
-    asyncio.run(play())
+
+async def test_uses_in_memory_outlive_a_restart(tmp_path):
+    async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+        for number in range(4):
+            await put(store, blob_name(number), payload_of(number))
+            await store.settle()
+        assert await get(store, blob_name(1)) == payload_of(1)
+        store.touch([blob_name(0)])
+    async with layered(tmp_path, disk_bytes=4 * DISK_COST) as store:
+        for number in (4, 5):
+            await put(store, blob_name(number), payload_of(number))
+            await store.settle()
+        assert await held(store.disk, *range(6)) == [0, 1, 4, 5]
+
+
+async def test_where_memory_is_all_pinned_the_disk_serves(tmp_path):
+    async with layered(tmp_path) as store:
+        for number in range(5):
+            await put(store, blob_name(number), payload_of(number))
+            await store.settle()
+        handles = [await store.open(blob_name(number)) for number in range(1, 5)]
+        from_disk = await store.open(blob_name(0))
+        assert from_disk.offset is None
+        assert content(from_disk) == payload_of(0)
+        for handle in [*handles, from_disk]:
+            handle.close()
+
+
+async def test_what_waits_for_the_disk_takes_a_share_of_memory_and_no_more(tmp_path):
+    async with layered(tmp_path, memory_blobs=8, behind_share=0.5) as store:
+        for number in range(20):
+            await put(store, blob_name(number), payload_of(number))
+            assert store._waiting_bytes <= 4 * COST
+        assert store.stats().shed == store.shed > 0
+        await store.settle()
+        assert store._waiting_bytes == 0
+
+
+async def test_a_blob_deleted_while_it_waits_for_the_disk_stays_deleted(tmp_path):
+    async with layered(tmp_path) as store:
+        await put(store, blob_name(1), payload_of(1))
+        assert await store.delete(blob_name(1))
+        await store.settle()
+        assert await held(store, 1) == []
 
 
 @pytest.mark.parametrize("how", ["replace", "delete", "quarantine"])
-def test_what_happens_to_a_blob_while_it_is_promoted_is_not_undone(tmp_path, how):
+async def test_what_happens_to_a_blob_while_it_is_promoted_is_not_undone(tmp_path, how):
     old, new = payload_of("old", 3 << 20), payload_of("new", 3 << 20)
+    memory = MemoryStore(16 << 20)
+    disk = DiskStore(tmp_path / "disk", 64 << 20, sync=False)
+    store = LayeredStore(memory, disk)
+    await store.start()
+    await put(disk, blob_name(1), old)
+    opening = asyncio.create_task(store.open(blob_name(1)))
+    while not memory.account.reserved.total():
+        await asyncio.sleep(0)
+    if how == "replace":
+        await put(store, blob_name(1), new)
+    else:
+        await getattr(store, how)(blob_name(1))
+    (await opening).close()
+    await store.settle()
+    assert await get(store, blob_name(1)) == (new if how == "replace" else None)
+    assert store.check_integrity() == []
+    await store.close()
 
-    async def play() -> None:
-        memory = MemoryStore(16 << 20)
-        disk = DiskStore(tmp_path / "disk", 64 << 20, sync=False)
-        store = LayeredStore(memory, disk)
-        await store.start()
-        await put(disk, blob_name(1), old)
+
+async def test_a_reader_that_goes_away_while_a_blob_is_promoted_leaves_nothing_held(tmp_path):
+    store = LayeredStore(MemoryStore(16 << 20), MemoryStore(16 << 20))
+    await store.start()
+    await put(store.disk, blob_name(1), payload_of(1, 6 << 20))
+    cut_off = 0
+    for turns in range(20):
         opening = asyncio.create_task(store.open(blob_name(1)))
-        while not memory.account.reserved.total():
+        for _ in range(turns):
             await asyncio.sleep(0)
-        if how == "replace":
-            await put(store, blob_name(1), new)
-        else:
-            await getattr(store, how)(blob_name(1))
-        (await opening).close()
-        await store.settle()
-        assert await get(store, blob_name(1)) == (new if how == "replace" else None)
-        assert store.check_integrity() == []
-        await store.close()
-
-    asyncio.run(play())
+        cut_off += store.memory.account.reserved.total() > 0
+        opening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            (await opening).close()
+        assert not any(entry.pins for entry in store.disk.account.entries.values())
+        assert store.memory.account.reserved.total() == 0
+    assert cut_off >= 5
+    assert store.check_integrity() == []
+    await store.close()
 
 
-def test_a_reader_that_goes_away_while_a_blob_is_promoted_leaves_nothing_held(tmp_path):
-    async def play() -> None:
-        store = LayeredStore(MemoryStore(16 << 20), MemoryStore(16 << 20))
-        await store.start()
-        await put(store.disk, blob_name(1), payload_of(1, 6 << 20))
-        cut_off = 0
-        for turns in range(20):
-            opening = asyncio.create_task(store.open(blob_name(1)))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            cut_off += store.memory.account.reserved.total() > 0
-            opening.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                (await opening).close()
-            assert not any(entry.pins for entry in store.disk.account.entries.values())
-            assert store.memory.account.reserved.total() == 0
-        assert cut_off >= 5
-        assert store.check_integrity() == []
-        await store.close()
+async def test_promoting_a_large_blob_keeps_no_other_call_waiting(tmp_path):
+    store = LayeredStore(MemoryStore(64 << 20), MemoryStore(64 << 20))
+    await store.start()
+    await put(store.disk, blob_name(1), bytes(32 << 20))
+    turns = 0
 
-    asyncio.run(play())
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    waiting = asyncio.create_task(others())
+    (await store.open(blob_name(1))).close()
+    assert turns >= 30
+    waiting.cancel()
+    await store.close()
 
 
-def test_promoting_a_large_blob_keeps_no_other_call_waiting(tmp_path):
-    async def play() -> None:
-        store = LayeredStore(MemoryStore(64 << 20), MemoryStore(64 << 20))
-        await store.start()
-        await put(store.disk, blob_name(1), bytes(32 << 20))
-        turns = 0
-
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        waiting = asyncio.create_task(others())
-        (await store.open(blob_name(1))).close()
-        assert turns >= 30
-        waiting.cancel()
-        await store.close()
-
-    asyncio.run(play())
-
-
-def test_a_disk_that_fails_costs_memory_nothing(tmp_path, caplog):
+async def test_a_disk_that_fails_costs_memory_nothing(tmp_path, caplog):
     class BrokenDisk(MemoryStore):
         async def open(self, name):
             raise TierUnavailableError("the disk is gone")
@@ -226,20 +186,17 @@ def test_a_disk_that_fails_costs_memory_nothing(tmp_path, caplog):
             await self.abort(draft)
             raise ZeroDivisionError("a bug")
 
-    async def play() -> None:
-        store = LayeredStore(MemoryStore(8 * COST), BrokenDisk(1 << 20))
-        await store.start()
-        for number in range(30):
-            await put(store, blob_name(number % 3), payload_of(number))
-            assert await get(store, blob_name(number % 3)) == payload_of(number)
-            assert await store.open(blob_name(99)) is None
-        await asyncio.wait_for(store.settle(), 5)
-        assert store.shed + store.failed >= 30
-        assert caplog.text.count("the disk is gone") == 1, "said once, then counted"
-        assert store.memory.check_integrity() == []
-        await store.close()
-
-    asyncio.run(play())
+    store = LayeredStore(MemoryStore(8 * COST), BrokenDisk(1 << 20))
+    await store.start()
+    for number in range(30):
+        await put(store, blob_name(number % 3), payload_of(number))
+        assert await get(store, blob_name(number % 3)) == payload_of(number)
+        assert await store.open(blob_name(99)) is None
+    await asyncio.wait_for(store.settle(), 5)
+    assert store.shed + store.failed >= 30
+    assert caplog.text.count("the disk is gone") == 1, "said once, then counted"
+    assert store.memory.check_integrity() == []
+    await store.close()
 
 
 @settings(max_examples=30)
@@ -270,19 +227,15 @@ def test_whatever_happens_at_once_the_layers_serve_what_was_stored(seed):
     asyncio.run(play())
 
 
-def test_many_readers_of_a_blob_on_disk_bring_one_copy_of_it_back(tmp_path):
+async def test_many_readers_of_a_blob_on_disk_bring_one_copy_of_it_back(tmp_path):
     """Otherwise each takes room for its own from blobs that other clients want."""
-
-    async def play() -> None:
-        async with layered(tmp_path, memory_blobs=8) as store:
-            await put(store.disk, blob_name(0), payload_of(0))
-            for number in range(1, 8):
-                await put(store.memory, blob_name(number), payload_of(number))
-            handles = await asyncio.gather(*(store.open(blob_name(0)) for _ in range(24)))
-            assert all(handle is not None for handle in handles)
-            assert await held(store.memory, *range(8)) == list(range(8)), "no blob had to go"
-            assert store.disk.budget.used_bytes == 0
-            for handle in handles:
-                handle.close()
-
-    asyncio.run(play())
+    async with layered(tmp_path, memory_blobs=8) as store:
+        await put(store.disk, blob_name(0), payload_of(0))
+        for number in range(1, 8):
+            await put(store.memory, blob_name(number), payload_of(number))
+        handles = await asyncio.gather(*(store.open(blob_name(0)) for _ in range(24)))
+        assert all(handle is not None for handle in handles)
+        assert await held(store.memory, *range(8)) == list(range(8)), "no blob had to go"
+        assert store.disk.budget.used_bytes == 0
+        for handle in handles:
+            handle.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from contextlib import suppress
 from copy import deepcopy
-from operator import itemgetter
 
 import pytest
 from hypothesis import given
@@ -32,7 +30,6 @@ STEP = st.one_of(
 )
 # Lists of any length are short ones, mostly.
 STEPS = st.one_of(st.lists(STEP, max_size=60), st.lists(STEP, min_size=30, max_size=60))
-BLOBS = st.tuples(NAMES, st.integers(1, 20), st.booleans())
 
 
 class Accounts:
@@ -110,7 +107,9 @@ def test_limits_hold_and_bytes_add_up_whatever_happens(steps):
         account = accounts.account
         assert account.check_integrity() == []
         assert list(account.entries) == accounts.order
-        assert account.used_bytes == sum(account.by_namespace().values())
+        stats = account.stats("", 0)
+        assert stats.used_bytes == sum(stats.namespaces.values())
+        assert all(stats.namespaces.values()), "a namespace without blobs is not listed"
         assert not over(account, "a", 0, [])
 
 
@@ -134,29 +133,12 @@ def planned(account: LruAccount, namespace: str, num_bytes: int) -> list[BlobNam
         return None
 
 
-@given(
-    st.lists(BLOBS, min_size=2, unique_by=itemgetter(0)),
-    st.lists(NAMES, max_size=4),
-    NAMESPACES,
-    st.integers(1, 60),
-)
-def test_a_plan_is_that_of_looking_at_all_entries(blobs, touched, namespace, num_bytes):
-    account = LruAccount(CAPACITY, QUOTAS)
-    for name, size, pinned in blobs:
-        with suppress(TierExhaustedError):
-            if not account.plan(name.namespace, size):
-                account.add(name, size)
-                account.entries[name].pins = int(pinned)
-    for name in touched:
-        if name in account.entries:
-            account.touch(name)
-    assert planned(account, namespace, num_bytes) == simple_plan(account, namespace, num_bytes)
-
-
 @given(STEPS, NAMESPACES, st.integers(1, 120))
-def test_so_is_a_plan_after_whatever_happened(steps, namespace, num_bytes):
+def test_a_plan_is_that_of_looking_at_all_entries_and_changes_nothing(steps, namespace, num_bytes):
     account = played(steps).account
+    before = deepcopy((account.entries, +account.used, +account.reserved, account.evictions))
     assert planned(account, namespace, num_bytes) == simple_plan(account, namespace, num_bytes)
+    assert (account.entries, +account.used, +account.reserved, account.evictions) == before
 
 
 class Counted(OrderedDict):
@@ -174,7 +156,7 @@ class Counted(OrderedDict):
 
 
 @pytest.mark.parametrize(("namespace", "num_bytes", "evicted"), [
-    ("a", 1, 1), ("a", 7, 7), ("b", 1, 1), ("b", 90, 90), ("c", 1, 1),
+    ("a", 7, 7), ("b", 90, 90), ("c", 1, 1),
 ])  # fmt: skip
 def test_a_plan_looks_at_what_it_evicts_and_at_nothing_else(namespace, num_bytes, evicted):
     account = LruAccount(20_010, {"a": 10, "b": 20_000})
@@ -190,59 +172,24 @@ def test_a_plan_looks_at_what_it_evicts_and_at_nothing_else(namespace, num_bytes
     assert account.entries.looks <= evicted + 1
 
 
-@given(STEPS, NAMESPACES, st.integers(1, 120))
-def test_planning_changes_nothing(steps, namespace, num_bytes):
-    account = played(steps).account
-    before = deepcopy((account.entries, +account.used, +account.reserved, account.evictions))
-    planned(account, namespace, num_bytes)
-    assert (account.entries, +account.used, +account.reserved, account.evictions) == before
-
-
 def test_a_quota_above_the_capacity_is_the_capacity():
     assert LruAccount(10, {"a": 50}).quota("a") == 10
     with pytest.raises(TierExhaustedError, match="10 bytes"):
         LruAccount(10, {"a": 50}).plan("a", 11)
 
 
-def test_a_namespace_without_blobs_is_not_listed():
-    account = LruAccount(10)
-    account.add(BlobName("a", b""), 4)
-    account.remove(BlobName("a", b""))
-    assert account.by_namespace() == {}
-    assert account.evictions == 0
-
-
-def one_blob() -> LruAccount:
-    account = LruAccount(10, {"a": 6})
-    account.add(BlobName("a", b""), 4)
-    assert account.check_integrity() == []
-    return account
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"capacity_bytes": 3}, "4 bytes held of 3"),
-        ({"quotas": {"a": 3}}, "over its quota"),
-        ({"used": Counter(a=5)}, "counted"),
-        ({"reserved": Counter(b=-1)}, "below zero"),
-    ],
-)
-def test_what_does_not_add_up_is_found(change, problem):
-    account = one_blob()
-    for name, value in change.items():
-        setattr(account, name, value)
-    assert problem in " ".join(account.check_integrity())
-
-
-def test_an_order_that_is_not_that_of_all_is_found():
-    account = one_blob()
-    account.add(BlobName("a", b"2"), 1)
-    account.entries.move_to_end(BlobName("a", b""))
-    assert "order" in account.check_integrity()[0]
-
-
-def test_a_blob_closed_too_often_is_found():
-    account = one_blob()
-    account.entries[BlobName("a", b"")].pins = -1
-    assert "closed more often" in account.check_integrity()[0]
+def test_what_does_not_add_up_is_found():
+    for change, problem in (
+        (lambda account: setattr(account, "capacity_bytes", 3), "5 bytes held of 3"),
+        (lambda account: setattr(account, "quotas", {"a": 3}), "over its quota"),
+        (lambda account: setattr(account, "used", Counter(a=6)), "counted"),
+        (lambda account: setattr(account, "reserved", Counter(b=-1)), "below zero"),
+        (lambda account: account.entries.move_to_end(BlobName("a", b"")), "order"),
+        (lambda account: setattr(account.entries[BlobName("a", b"")], "pins", -1), "closed more"),
+    ):
+        account = LruAccount(10, {"a": 6})
+        account.add(BlobName("a", b""), 4)
+        account.add(BlobName("a", b"2"), 1)
+        assert account.check_integrity() == []
+        change(account)
+        assert problem in " ".join(account.check_integrity())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from store_blobs import SIZE, blob_name, get, held, payload_of, put, reserve
 from store_contract import StoreContract
@@ -24,12 +22,6 @@ class TestMemoryStoreContract(StoreContract):
         return MemoryStore(capacity_bytes, quotas, watermarks=NO_WATERMARKS)
 
 
-class TestSharedMemoryStoreContract(StoreContract):
-    @staticmethod
-    def make_store(directory, capacity_bytes, quotas):
-        return MemoryStore(capacity_bytes, quotas, directory, watermarks=NO_WATERMARKS)
-
-
 class TestLayeredStoreContractWhileNothingGetsToDisk(StoreContract):
     @staticmethod
     def make_store(directory, capacity_bytes, quotas):
@@ -37,65 +29,39 @@ class TestLayeredStoreContractWhileNothingGetsToDisk(StoreContract):
         return LayeredStore(memory, MemoryStore(capacity_bytes, quotas), behind_share=0.0)
 
 
-def test_beyond_the_high_watermark_the_oldest_go_until_the_low_one():
-    async def play() -> None:
-        store = MemoryStore(20 * COST, watermarks=(0.5, 0.9))
-        await put(store, blob_name(0), payload_of(0))
-        handle = await store.open(blob_name(0))
-        for number in range(1, 18):
-            await put(store, blob_name(number), payload_of(number))
-        assert await held(store, *range(18)) == list(range(18))
-        await put(store, blob_name(18), payload_of(18))
-        assert await held(store, *range(19)) == [0, *range(10, 19)]
-        handle.close()
-        assert store.check_integrity() == []
-
-    asyncio.run(play())
+async def test_beyond_the_high_watermark_the_oldest_go_until_the_low_one():
+    store = MemoryStore(20 * COST, watermarks=(0.5, 0.9))
+    await put(store, blob_name(0), payload_of(0))
+    handle = await store.open(blob_name(0))
+    for number in range(1, 18):
+        await put(store, blob_name(number), payload_of(number))
+    assert await held(store, *range(18)) == list(range(18))
+    await put(store, blob_name(18), payload_of(18))
+    assert await held(store, *range(19)) == [0, *range(10, 19)]
+    handle.close()
+    assert store.check_integrity() == []
 
 
-def test_room_in_one_piece_is_made_where_there_is_only_room_in_many():
-    async def play() -> None:
-        store = MemoryStore(8 * COST, watermarks=NO_WATERMARKS)
-        for number in range(8):
-            await put(store, blob_name(number), payload_of(number))
-        for number in (1, 3, 5, 7):
-            await store.delete(blob_name(number))
-        (await store.open(blob_name(0))).close()
-        await put(store, blob_name(9), payload_of(9, 3 * COST))
-        assert await get(store, blob_name(9)) == payload_of(9, 3 * COST)
-        assert await held(store, 0, 2, 4, 6) == [0, 4, 6], "no more went than had to"
-        assert store.check_integrity() == []
-
-    asyncio.run(play())
-
-
-def test_making_room_in_one_piece_evicts_no_more_than_lies_there():
+async def test_making_room_in_one_piece_evicts_no_more_than_lies_there():
     """Even where the least recently used blobs are scattered all over."""
-
-    async def play() -> None:
-        store = MemoryStore(200 * COST, watermarks=NO_WATERMARKS)
-        for number in range(200):
-            await put(store, blob_name(number), payload_of(number))
-        for number in sorted(range(200), key=lambda number: (number * 77) % 200):
-            (await store.open(blob_name(number))).close()
-        await put(store, blob_name(999), payload_of(999, 20 * COST))
-        assert await get(store, blob_name(999)) == payload_of(999, 20 * COST)
-        assert store.stats().blobs - 1 >= 200 - 2 * 20
-        assert store.check_integrity() == []
-
-    asyncio.run(play())
+    store = MemoryStore(200 * COST, watermarks=NO_WATERMARKS)
+    for number in range(200):
+        await put(store, blob_name(number), payload_of(number))
+    for number in sorted(range(200), key=lambda number: (number * 77) % 200):
+        (await store.open(blob_name(number))).close()
+    await put(store, blob_name(999), payload_of(999, 20 * COST))
+    assert await get(store, blob_name(999)) == payload_of(999, 20 * COST)
+    assert store.stats().blobs - 1 >= 200 - 2 * 20
+    assert store.check_integrity() == []
 
 
-def test_where_pinned_blobs_leave_no_room_in_one_piece_it_is_exhausted():
-    async def play() -> None:
-        store = MemoryStore(3 * COST, watermarks=NO_WATERMARKS)
-        for number in range(3):
-            await put(store, blob_name(number), payload_of(number))
-        handle = await store.open(blob_name(1))
-        with pytest.raises(TierExhaustedError, match="in one piece"):
-            await reserve(store, blob_name(9), payload_of(9, 2 * COST))
-        handle.close()
-        assert store.check_integrity() == []
-        await put(store, blob_name(9), payload_of(9, 2 * COST))
-
-    asyncio.run(play())
+async def test_where_pinned_blobs_leave_no_room_in_one_piece_it_is_exhausted():
+    store = MemoryStore(3 * COST, watermarks=NO_WATERMARKS)
+    for number in range(3):
+        await put(store, blob_name(number), payload_of(number))
+    handle = await store.open(blob_name(1))
+    with pytest.raises(TierExhaustedError, match="in one piece"):
+        await reserve(store, blob_name(9), payload_of(9, 2 * COST))
+    handle.close()
+    assert store.check_integrity() == []
+    await put(store, blob_name(9), payload_of(9, 2 * COST))

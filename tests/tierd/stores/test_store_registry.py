@@ -7,23 +7,31 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import test_disk_contract
 import test_memory_store
 import test_mooncake_store
 from store_contract import StoreContract
 
 from kvtier.errors import UsageError
 from kvtier_tierd.cli import parse
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.base import BlobStore, StoreResources
+from kvtier_tierd.stores.disk.store import DiskStore
 from kvtier_tierd.stores.options import DIRECTORY, SIZE
 from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_flags
 
-# The stores are held to the contract in files of their own, made with more than their flags say:
-# nothing may be evicted ahead of time, no test shall wait for a disk, and Mooncake wants a master.
+
+class TestDiskStoreContract(StoreContract):
+    @staticmethod
+    def make_store(directory, capacity_bytes, quotas):
+        return DiskStore(directory / "disk", capacity_bytes, quotas, sync=False)
+
+
+# These stores are held to the contract here and in files of their own, made with more than their
+# flags say: nothing may be evicted ahead of time, no test shall wait for a disk, and Mooncake wants
+# a master.
 CONTRACTS = {
     "memory": test_memory_store.TestMemoryStoreContract,
-    "disk": test_disk_contract.TestDiskStoreContract,
+    "disk": TestDiskStoreContract,
     "memory+disk": test_memory_store.TestLayeredStoreContractWhileNothingGetsToDisk,
     "mooncake": test_mooncake_store.TestMooncakeStoreContract,
 }
@@ -84,27 +92,6 @@ def test_a_store_is_made_of_its_flags(kind, tmp_path):
     assert type(store) is STORES[kind]
     assert store.kind == store.stats().kind == kind
     assert store.stats().capacity_bytes == 1 << 20
-
-
-def test_memory_and_disk_are_told_what_both_are_told(tmp_path):
-    flags = [f"--disk-path={tmp_path}", "--disk=2m", "--memory=1m", "--shared-memory=off"]
-    options = parse(["--store=memory+disk", *flags]).store
-    assert (options.memory_bytes, options.disk_bytes) == (1 << 20, 2 << 20)
-    assert options.disk_path == tmp_path
-
-
-def test_a_value_that_makes_no_sense_is_refused_whichever_store_is_asked_for():
-    for flag, value in (
-        ("--memory", "0"),
-        ("--disk", "all"),
-        ("--mooncake-master", "nowhere"),
-        ("--mooncake-segment", "1"),
-        ("--mooncake-replicas", "few"),
-        ("--mooncake-replicas", "0"),
-    ):
-        with pytest.raises(UsageError) as refused:
-            parse(["--shared-memory=off", f"{flag}={value}"])
-        assert refused.value.argument == flag
 
 
 def test_an_unknown_store_is_refused_with_the_names_of_those_there_are():

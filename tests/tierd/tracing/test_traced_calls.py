@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from live_tier import blob_of, fetch, in_process, key_of
+from live_tier import blob_of, connected, fetch, in_process, key_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -16,7 +16,6 @@ from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.client import TierClient
-from kvtier.tier.link.link import TierLink
 from kvtier.tier.transport.tracing import TracingInterceptor
 from kvtier_tierd.monitoring.tracing import NoTraces, open_traces
 from kvtier_tierd.stores.memory import MemoryOptions
@@ -81,8 +80,7 @@ def test_a_call_outside_of_any_span_has_none_and_goes_as_well(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
-            client.connect()
+        with connected(tier, interceptors=interceptors) as client:
             assert client.put(blob_of(1))
         with (
             TierClient(tier.address, timeout_s=SAFETY_S) as untraced,
@@ -97,8 +95,7 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     tracer, made = ours
     with tier_of(collector) as tier:
         interceptors = [TracingInterceptor(tracer)]
-        with TierClient(tier.address, timeout_s=SAFETY_S, interceptors=interceptors) as client:
-            client.connect()
+        with connected(tier, interceptors=interceptors) as client:
             with (
                 tracer.start_as_current_span("all"),
                 pytest.raises(TierProtocolError, match="invalid_argument"),
@@ -112,34 +109,6 @@ def test_a_call_that_fails_is_a_span_that_failed_on_both_sides(collector, ours):
     assert service.failed
 
 
-def test_what_a_link_does_in_the_background_is_below_the_span_of_its_caller(collector, ours):
-    tracer, _ = ours
-    with tier_of(collector) as tier:
-        interceptors = [TracingInterceptor(tracer)]
-        client = TierClient(
-            tier.address, timeout_s=SAFETY_S, shared=False, interceptors=interceptors
-        )
-        link = TierLink(client, buffer_bytes=1 << 22)
-        try:
-            with tracer.start_as_current_span("one") as one:
-                link.put([blob_of(1), blob_of(2)])
-            assert link.flush(SAFETY_S)
-            with tracer.start_as_current_span("two") as two:
-                assert link.submit(lambda c: c.exists([key_of(1)])).wait(SAFETY_S)
-            link.submit(lambda c: c.exists([key_of(2)])).wait(SAFETY_S)
-        finally:
-            link.close()
-    spans = collector.wait_for(lambda spans: sum(s.method == "Exists" for s in spans) == 1)
-    traces = {span.trace_id: {} for span in spans}
-    for span in spans:
-        counted = traces[span.trace_id]
-        counted[span.method] = counted.get(span.method, 0) + 1
-    assert traces == {
-        ids(one)[0]: {"GetServerInfo": 1, "Put": 2},
-        ids(two)[0]: {"Exists": 1},
-    }
-
-
 def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     assert isinstance(open_traces(None), NoTraces)
@@ -148,9 +117,5 @@ def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypat
 
 
 def test_a_collector_that_is_away_costs_no_call():
-    with (
-        in_process(otlp_traces_endpoint="127.0.0.1:9") as tier,
-        TierClient(tier.address, timeout_s=SAFETY_S) as client,
-    ):
-        client.connect()
+    with in_process(otlp_traces_endpoint="127.0.0.1:9") as tier, connected(tier) as client:
         assert client.put(blob_of(1))

@@ -24,14 +24,12 @@ from typing import NamedTuple
 import lmdb
 from lmdb.verify import VerifyError, verify
 
-from kvtier.errors import UsageError
 from kvtier.tier.blobs.keys import KEY_BYTES
-from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
+from kvtier.tier.blobs.payload import CHECKSUM_BYTES
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 
 FORMAT = b"kvtier disk store 1"
 FORMAT_KEY = b"format"  # shorter than any blob's
-MAX_NAMESPACE_BYTES = 200  # LMDB's keys have at most 511
 FIRST_MAP_BYTES = 64 << 20
 # A transaction writes a few pages; a disk with less room than that is full.
 LITTLE_BYTES = 64 << 10
@@ -172,24 +170,9 @@ class DiskIndex:
         logger.warning("%s: starting empty; the index is now %s: %s", parent, target, why)
 
 
-def check_row(name: BlobName, info: BlobInfo) -> None:
-    """Raise UsageError for what a row cannot hold."""
-    try:
-        namespace_bytes = len(name.namespace.encode())
-    except UnicodeEncodeError as error:
-        raise UsageError("namespace", "text that is UTF-8", name.namespace) from error
-    if namespace_bytes > MAX_NAMESPACE_BYTES:
-        raise UsageError("namespace", f"at most {MAX_NAMESPACE_BYTES} bytes", namespace_bytes)
-    if len(name.key) != KEY_BYTES:
-        raise UsageError("key", f"{KEY_BYTES} bytes", len(name.key))
-    if len(info.checksum) != CHECKSUM_BYTES:
-        raise UsageError("checksum", f"{CHECKSUM_BYTES} bytes", len(info.checksum))
-    if len(info.layout) > MAX_LAYOUT_BYTES:
-        raise UsageError("layout", f"at most {MAX_LAYOUT_BYTES} bytes", len(info.layout))
-
-
 def _key(name: BlobName) -> bytes:
-    """The second part has a fixed length, so no two names read the same."""
+    """The second part has a fixed length, so no two names read the same. LMDB's keys have at most
+    511 bytes."""
     return name.namespace.encode() + name.key
 
 

@@ -30,11 +30,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from kvtier.errors import TierError, TierExhaustedError, UsageError
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.base import (
     BlobInfo,
     BlobName,
@@ -44,17 +45,30 @@ from kvtier_tierd.stores.base import (
     Handle,
     StoreResources,
     StoreStats,
+    check_blob,
 )
-from kvtier_tierd.stores.disk.index import Row, check_row
+from kvtier_tierd.stores.disk.index import Row
 from kvtier_tierd.stores.disk.medium import DiskMedium, Payload, cost, new_file
-from kvtier_tierd.stores.disk.options import DiskOptions
 from kvtier_tierd.stores.disk.writer import GroupWriter
 from kvtier_tierd.stores.lru import LruAccount
+from kvtier_tierd.stores.options import DIRECTORY, SIZE, Flag, StoreOptions
 
 READERS = 4
 TRIES = 3  # tries of a commit on a full disk, each after evicting as many bytes as it needs
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DiskOptions(StoreOptions):
+    """disk_path: the directory, without which there is no store. disk_bytes: its capacity."""
+
+    kind: ClassVar[str] = "disk"
+
+    disk_path: Annotated[Path | None, Flag("--disk-path", "of the disk store", DIRECTORY)] = None
+    disk_bytes: Annotated[int, Flag("--disk", "of the disk store (%(default)s)", SIZE, least=1)] = (
+        64 << 30
+    )
 
 
 @dataclass
@@ -72,24 +86,6 @@ class Blob:
     @property
     def cost(self) -> int:
         return cost(self.row.info)
-
-
-class DiskDraft(Draft):
-    def __init__(self, name: BlobName, info: BlobInfo) -> None:
-        self.name, self.info = name, info
-        self.buffer = np.empty(info.num_bytes, np.uint8).data
-
-
-class DiskHandle(Handle):
-    def __init__(self, store: DiskStore, blob: Blob, payload: Buffer) -> None:
-        self.info, self.pieces = blob.row.info, (payload,)
-        self._store, self._blob = store, blob
-        self._open = True
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._store.unpin(self._blob)
 
 
 class DiskStore(BlobStore):
@@ -162,14 +158,14 @@ class DiskStore(BlobStore):
     def check(self, name: BlobName, info: BlobInfo) -> None:
         """Check a blob as the interface says. Raises UsageError for what does not fit the index."""
         # Here, because one row that cannot be written would fail the whole group it is in.
-        check_row(name, info)
+        check_blob(name, info)
         self.account.check(name.namespace, cost(info))
 
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
         self.check(name, info)
         victims = self.account.plan(name.namespace, cost(info))
         try:
-            draft = DiskDraft(name, info)
+            draft = Draft(name, info, np.empty(info.num_bytes, np.uint8).data)
         except MemoryError as error:
             raise TierExhaustedError(f"no memory for {info.num_bytes} bytes") from error
         for victim in victims:
@@ -196,11 +192,11 @@ class DiskStore(BlobStore):
             # A reader that goes away must not take the payload from the others.
             payload = await asyncio.shield(reading)
         except BaseException:
-            self.unpin(blob)
+            self._unpin(blob)
             raise
         if payload is not None:
-            return DiskHandle(self, blob, payload)
-        self.unpin(blob)
+            return Handle(blob.row.info, (payload,), lambda: self._unpin(blob))
+        self._unpin(blob)
         if self._blobs.get(name) is blob:
             self.quarantined += 1
             self._forget(blob)
@@ -229,15 +225,7 @@ class DiskStore(BlobStore):
         await self.delete(name)
 
     def stats(self) -> StoreStats:
-        return StoreStats(
-            kind=self.kind,
-            capacity_bytes=self.account.capacity_bytes,
-            used_bytes=self.account.used_bytes,
-            blobs=len(self._blobs),
-            evictions=self.account.evictions,
-            quarantined=self.quarantined,
-            namespaces=self.account.by_namespace(),
-        )
+        return self.account.stats(self.kind, self.quarantined)
 
     def check_integrity(self) -> list[str]:
         """Return problems as the interface says; blocks, and means nothing while a caller waits for
@@ -279,7 +267,7 @@ class DiskStore(BlobStore):
         else:
             reading.add_done_callback(over)
 
-    def unpin(self, blob: Blob) -> None:
+    def _unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
         blob.pins -= 1
         if blob.pins == 0:

@@ -33,14 +33,20 @@ Not promised:
 
 Peers are trusted: a host that reaches the master or a segment's port reads and writes everything,
 without TLS. What the C++ client is like is in link.py.
+
+A blob is one object, so it is there whole or not at all; the parts that describe it follow the
+payload, which so begins at a page of the staging memory:
+
+    object  0           num_bytes
+            [ payload ][ layout ][ checksum 16 | num_bytes 8 | layout's bytes 4 | magic 8 ]
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -52,9 +58,9 @@ from kvtier_tierd.stores.base import (
     BlobStore,
     Draft,
     Handle,
-    SharedFile,
     StoreResources,
     StoreStats,
+    check_blob,
 )
 from kvtier_tierd.stores.lru import LruAccount
 from kvtier_tierd.stores.mooncake.link import (
@@ -66,42 +72,45 @@ from kvtier_tierd.stores.mooncake.link import (
     Extent,
     MooncakeLink,
 )
-from kvtier_tierd.stores.mooncake.objects import (
-    check_object,
-    object_bytes,
-    parse_trailer,
-    trailer,
-)
 from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.segments import SilentSegments
 
+FOOTER = struct.Struct("<16sQI8s")
+MAGIC = b"kvtier/1"
 TRIES = 4  # tries of a put that found no room or a dead segment; the master places each anew
 RETRY_S = 0.05  # for the master to evict
 
 
+def object_bytes(info: BlobInfo) -> int:
+    """Return the bytes that a blob costs."""
+    return info.num_bytes + len(info.layout) + FOOTER.size
+
+
+def trailer(info: BlobInfo) -> bytes:
+    """Return the bytes that follow the payload."""
+    return info.layout + FOOTER.pack(info.checksum, info.num_bytes, len(info.layout), MAGIC)
+
+
+def parse_trailer(content: memoryview) -> BlobInfo | None:
+    """Return what the trailer of a whole object says; None where the object is none of ours."""
+    if len(content) < FOOTER.size:
+        return None
+    checksum, num_bytes, layout_bytes, magic = FOOTER.unpack(content[-FOOTER.size :])
+    if magic != MAGIC or num_bytes + layout_bytes + FOOTER.size != len(content) or not num_bytes:
+        return None
+    return BlobInfo(num_bytes, bytes(content[num_bytes : num_bytes + layout_bytes]), checksum)
+
+
 class MooncakeDraft(Draft):
     def __init__(self, name: BlobName, info: BlobInfo, extent: Extent) -> None:
-        self.name, self.info, self.extent, self.offset = name, info, extent, extent.offset
-        self.buffer = extent.arena.view(extent.offset, info.num_bytes)
-
-
-class MooncakeHandle(Handle):
-    def __init__(self, info: BlobInfo, extent: Extent) -> None:
-        self.info, self.offset = info, extent.offset
-        self.pieces = (extent.arena.view(extent.offset, info.num_bytes).toreadonly(),)
-        self._extent: Extent | None = extent
-
-    def close(self) -> None:
-        if self._extent is not None:
-            self._extent.free()
-            self._extent = None
+        super().__init__(name, info, extent.arena.view(extent.offset, info.num_bytes))
+        self.extent = extent
 
 
 class MooncakeStore(BlobStore):
     """Blobs in the memory of several services.
 
     quotas:    bytes by namespace, of what this service puts.
-    directory: for the file of the staging memory that clients on the same host map, or None.
     link:      a started one of several stores in this process, which `close` leaves alone.
     """
 
@@ -111,7 +120,6 @@ class MooncakeStore(BlobStore):
         self,
         options: MooncakeOptions,
         quotas: Mapping[str, int] | None = None,
-        directory: Path | None = None,
         link: MooncakeLink | None = None,
     ) -> None:
         self.options = options
@@ -121,16 +129,12 @@ class MooncakeStore(BlobStore):
         self._owns_link = link is None
         self._silent = SilentSegments(self._link)
         self._condemned: set[BlobName] = set()
-        self.arena = Arena(options.buffer_bytes, directory)
+        self.arena = Arena(options.buffer_bytes)
         self._base = int(np.frombuffer(self.arena.memory, np.uint8).ctypes.data)
 
     @classmethod
     def make(cls, options: MooncakeOptions, resources: StoreResources) -> MooncakeStore:
         return cls(options, resources.quotas)
-
-    @property
-    def shared(self) -> SharedFile | None:
-        return self.arena.shared
 
     async def start(self) -> None:
         if self._owns_link:
@@ -163,7 +167,7 @@ class MooncakeStore(BlobStore):
         ]
 
     def check(self, name: BlobName, info: BlobInfo) -> None:
-        check_object(name, info)
+        check_blob(name, info)
         self._link.check()
         self.account.check(name.namespace, object_bytes(info))
 
@@ -259,7 +263,8 @@ class MooncakeStore(BlobStore):
             self._missed(name, got)
             return None
         self.touch([name])
-        return MooncakeHandle(info, extent)
+        view = self.arena.view(extent.offset, info.num_bytes).toreadonly()
+        return Handle(info, (view,), extent.free)
 
     def _missed(self, name: BlobName, code: int) -> None:
         """Forget a blob that the master has never heard of; where its segment is only unreachable,
@@ -289,15 +294,7 @@ class MooncakeStore(BlobStore):
 
     def stats(self) -> StoreStats:
         """The figures of what this service has put."""
-        return StoreStats(
-            kind=self.kind,
-            capacity_bytes=self.account.capacity_bytes,
-            used_bytes=self.account.used_bytes,
-            blobs=len(self.account.entries),
-            evictions=self.account.evictions,
-            quarantined=self.quarantined,
-            namespaces=self.account.by_namespace(),
-        )
+        return self.account.stats(self.kind, self.quarantined)
 
     def check_integrity(self) -> list[str]:
         return self.account.check_integrity() + self.arena.check_integrity()
@@ -308,6 +305,3 @@ class MooncakeStore(BlobStore):
 
     def _key(self, name: BlobName) -> str:
         return f"{self.options.prefix}/{name.namespace}/{name.key.hex()}"
-
-
-__all__ = ["MooncakeStore"]

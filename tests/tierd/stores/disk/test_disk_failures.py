@@ -1,8 +1,9 @@
-"""A disk that is full or fails: a typed error, nothing else lost, and all is well when it works."""
+"""A disk that is full, fails or is not to be had: a typed error, nothing else lost, and all is well
+when it works.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from disk_play import ROOM, payload_files, play, put_some, read_some
+from disk_play import ROOM, opened, payload_files, play, put_some, read_some
 from store_blobs import blob_name, get, info_of, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
@@ -34,8 +35,8 @@ def failing(call: Callable[..., Any], number: int, times: int = 1 << 30) -> Call
     return fails
 
 
-def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as broken:
             broken.setattr("builtins.open", failing(open, errno.EIO))
@@ -43,11 +44,9 @@ def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
         assert await read_some(store) == [1, 2, 3]
         assert store.stats().quarantined == 1
 
-    play(directory, scenario)
 
-
-def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as broken:
             broken.setattr("builtins.open", failing(open, errno.EMFILE))
@@ -55,19 +54,15 @@ def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
                 await store.open(blob_name(0))
         assert await read_some(store) == [0, 1, 2, 3]
 
-    play(directory, scenario)
 
-
-def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store)
         with monkeypatch.context() as full:
             full.setattr(os, "write", failing(os.write, errno.ENOSPC, times=1))
             await put(store, blob_name(4), payload_of(4))
         assert await read_some(store, 5) == [1, 2, 3, 4]
         assert store.stats().evictions == 1
-
-    play(directory, scenario)
 
 
 @pytest.fixture
@@ -84,7 +79,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("free_blocks", [1, 3, 7])
+@pytest.mark.parametrize("free_blocks", [1, 7])
 def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free_blocks):
     """LMDB calls a write that ends early an I/O error."""
     neighbour = small_disk / "neighbour"
@@ -106,55 +101,48 @@ def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free
     index.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch, number):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch):
+    async with opened(directory) as store:
         await put_some(store, 8)
         with monkeypatch.context() as full:
-            full.setattr(os, "write", failing(os.write, number))
+            full.setattr(os, "write", failing(os.write, errno.EDQUOT))
             with pytest.raises(TierExhaustedError, match=f"{directory}: the disk is full"):
                 await put(store, blob_name(8), payload_of(8))
         assert await read_some(store, 9) == [2, 3, 4, 5, 6, 7]
         # The draft's room is back: the whole capacity can be filled.
         await put(store, blob_name(9), payload_of(9, ROOM - 4 * 4096))
 
-    play(directory, scenario)
 
-
-@pytest.mark.parametrize(("call", "number"), [
-    ("open", errno.EROFS), ("open", errno.EACCES), ("write", errno.EIO), ("fdatasync", errno.EIO),
-])  # fmt: skip
-def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
+@pytest.mark.parametrize(
+    ("call", "number"), [("open", errno.EROFS), ("write", errno.EIO), ("fdatasync", errno.EIO)]
+)
+async def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
     directory, monkeypatch, call, number
 ):
-    async def scenario(store: DiskStore) -> None:
-        await put_some(store)
-        with monkeypatch.context() as broken:
-            broken.setattr(os, call, failing(getattr(os, call), number))
-            with pytest.raises(TierUnavailableError, match=str(directory)):
-                await put(store, blob_name(3), payload_of("new"))
-        assert await read_some(store) == [0, 1, 2, 3]
-        assert len(payload_files(directory)) == 4
-        await put(store, blob_name(3), payload_of("new"))
-        assert await get(store, blob_name(3)) == payload_of("new")
-        assert store.check_integrity() == []
-
-    async def run() -> None:
-        store = DiskStore(directory, ROOM)
-        await store.start()
-        await scenario(store)
-        await store.close()
-
-    asyncio.run(run())
+    store = DiskStore(directory, ROOM)
+    await store.start()
+    await put_some(store)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing(getattr(os, call), number))
+        with pytest.raises(TierUnavailableError, match=str(directory)):
+            await put(store, blob_name(3), payload_of("new"))
+    assert await read_some(store) == [0, 1, 2, 3]
+    assert len(payload_files(directory)) == 4
+    await put(store, blob_name(3), payload_of("new"))
+    assert await get(store, blob_name(3)) == payload_of("new")
+    assert store.check_integrity() == []
+    await store.close()
 
 
-@pytest.mark.parametrize("error", [lmdb.DiskError, lmdb.PanicError, lmdb.CorruptedError])
-def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch, error):
+def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch):
+    def fail(row: disk_index.Row) -> None:
+        raise lmdb.DiskError("no", errno.EIO)
+
     async def scenario(store: DiskStore) -> None:
         await put_some(store)
         await store.delete(blob_name(0))
         with monkeypatch.context() as broken:
-            broken.setattr(disk_index, "_encode", lambda row: raise_(error("no", errno.EIO)))
+            broken.setattr(disk_index, "_encode", fail)
             with pytest.raises(TierUnavailableError, match=str(directory)):
                 await put(store, blob_name(4), payload_of(4))
             with pytest.raises(TierUnavailableError, match=str(directory)):
@@ -164,10 +152,6 @@ def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch, e
 
     play(directory, scenario)
     assert play(directory, read_some, ROOM) == [1, 2, 3]
-
-
-def raise_(error: Exception) -> None:
-    raise error
 
 
 def test_a_quarantine_that_does_not_reach_the_disk_says_so_and_holds(directory, monkeypatch):
@@ -182,3 +166,34 @@ def test_a_quarantine_that_does_not_reach_the_disk_says_so_and_holds(directory, 
 
     play(directory, scenario)
     assert play(directory, read_some) == [1, 2, 3]
+
+
+def test_a_directory_belongs_to_one_service_at_a_time(directory):
+    async def scenario(store: DiskStore) -> None:
+        second = DiskStore(directory, ROOM)
+        with pytest.raises(TierUnavailableError, match=f"{directory}: another service"):
+            await second.start()
+        await second.close()
+        await put_some(store)
+        assert await read_some(store) == [0, 1, 2, 3]
+
+    play(directory, scenario)
+    play(directory, read_some)
+
+
+@pytest.mark.parametrize("path", ["{tmp}/file", "{tmp}/file/below", "/proc/kvtier"])
+async def test_a_place_that_cannot_be_one_is_named(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    directory = Path(path.format(tmp=tmp_path))
+    store = DiskStore(directory, ROOM)
+    with pytest.raises(TierUnavailableError, match=str(directory)):
+        await store.start()
+    await store.close()
+
+
+def test_only_the_owner_may_enter(directory):
+    play(directory, put_some)
+    for path in (directory, directory / "index", directory / "payload"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    for path in (directory / "lock", directory / "index" / "data.mdb", *payload_files(directory)):
+        assert path.stat().st_mode & 0o777 == 0o600

@@ -9,12 +9,12 @@ import random
 import threading
 
 import pytest
-from disk_play import COST, ROOM, payload_files, play, put_some, read_some
+from disk_play import COST, ROOM, opened, payload_files, play, put_some, read_some
 from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
 from waiting import SAFETY_S, wait_for_async
 
 from kvtier.errors import TierExhaustedError, UsageError
-from kvtier_tierd.limits.budget import Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 from kvtier_tierd.stores.disk import index as disk_index
 from kvtier_tierd.stores.disk.medium import DiskMedium
@@ -41,8 +41,8 @@ def test_commits_that_wait_for_each_other_share_a_write(directory, monkeypatch):
     assert len(batches) <= 4
 
 
-def test_a_writer_that_gives_up_waiting_leaves_everything_in_order(directory):
-    async def scenario(store: DiskStore) -> None:
+async def test_a_writer_that_gives_up_waiting_leaves_everything_in_order(directory):
+    async with opened(directory) as store:
         draft = await reserve(store, blob_name(0), payload_of(0))
         task = asyncio.create_task(store.commit(draft))
         await asyncio.sleep(0)
@@ -52,10 +52,8 @@ def test_a_writer_that_gives_up_waiting_leaves_everything_in_order(directory):
         await put(store, blob_name(1), payload_of(1))
         assert await read_some(store) == [0, 1]
 
-    play(directory, scenario)
 
-
-def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
+async def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
     capacity, write = 20 * COST, DiskMedium.write
 
     def weighed(self, batch):
@@ -65,8 +63,8 @@ def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
         return failed
 
     monkeypatch.setattr(DiskMedium, "write", weighed)
+    async with opened(directory, capacity) as store:
 
-    async def scenario(store: DiskStore) -> None:
         async def one(number: int) -> None:
             chance = random.Random(number)
             for _ in range(20):
@@ -76,8 +74,6 @@ def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
 
         await asyncio.gather(one(1), one(2), one(3))
         assert store.stats().evictions > 0
-
-    play(directory, scenario, capacity)
 
 
 def test_the_index_has_as_much_room_as_its_rows_need(directory, monkeypatch):
@@ -98,14 +94,12 @@ async def read_100(store: DiskStore) -> int:
     return len(await held(store, *range(100)))
 
 
-def test_no_memory_for_a_draft_is_no_room(directory):
-    async def scenario(store: DiskStore) -> None:
+async def test_no_memory_for_a_draft_is_no_room(directory):
+    async with opened(directory, 1 << 63) as store:
         await put_some(store)
         with pytest.raises(TierExhaustedError, match="no memory"):
             await store.reserve(blob_name(9), BlobInfo(1 << 62, b"", b"c" * 16))
         assert await read_some(store) == [0, 1, 2, 3]
-
-    play(directory, scenario, 1 << 63)
 
 
 @pytest.mark.parametrize(("name", "info", "argument"), [
@@ -115,45 +109,39 @@ def test_no_memory_for_a_draft_is_no_room(directory):
     (BlobName("n", b"k" * 32), BlobInfo(1, b"l" * 4097, b"c" * 16), "layout"),
     (BlobName("n", b"k" * 32), BlobInfo(1, b"", b"c" * 15), "checksum"),
 ])  # fmt: skip
-def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, argument):
-    async def scenario(store: DiskStore) -> None:
+async def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, argument):
+    async with opened(directory) as store:
         with pytest.raises(UsageError, match=f"^{argument}: expected"):
             await store.reserve(name, info)
 
-    play(directory, scenario)
 
-
-def test_readers_that_go_before_the_payload_is_there_give_its_memory_back_when_it_is(tmp_path):
+async def test_readers_that_go_before_the_payload_is_there_give_its_memory_back(tmp_path):
     """The next one reads it anew; a budget that is used up is said, and not a miss."""
     payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
+    budget = Budget(2 * len(payload))
+    store = DiskStore(tmp_path, ROOM, sync=False, budget=budget)
+    await store.start()
+    for number in (1, 2):
+        await put(store, blob_name(number), payload_of(number))
+    real = store._medium.read
 
-    async def play() -> None:
-        budget = Budget(2 * len(payload))
-        store = DiskStore(tmp_path, ROOM, sync=False, budget=budget)
-        await store.start()
-        for number in (1, 2):
-            await put(store, blob_name(number), payload_of(number))
-        real = store._medium.read
+    def slow(row):
+        reading.set()
+        go_on.wait(SAFETY_S)
+        return real(row)
 
-        def slow(row):
-            reading.set()
-            go_on.wait(SAFETY_S)
-            return real(row)
-
-        store._medium.read = slow
-        gone = [asyncio.create_task(store.open(blob_name(1))) for _ in range(3)]
-        await asyncio.to_thread(reading.wait, SAFETY_S)
-        for task in gone:
-            task.cancel()
-        await asyncio.gather(*gone, return_exceptions=True)
-        assert budget.used_bytes == len(payload), "the thread still fills it"
-        with pytest.raises(TierExhaustedError, match="--transfer-memory"):
-            await store.open(blob_name(2))
-        go_on.set()
-        await wait_for_async(lambda: not budget.used_bytes)
-        assert await get(store, blob_name(1)) == payload
-        assert budget.used_bytes == 0
-        assert store.check_integrity() == []
-        await store.close()
-
-    asyncio.run(play())
+    store._medium.read = slow
+    gone = [asyncio.create_task(store.open(blob_name(1))) for _ in range(3)]
+    await asyncio.to_thread(reading.wait, SAFETY_S)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    assert budget.used_bytes == len(payload), "the thread still fills it"
+    with pytest.raises(TierExhaustedError, match="--transfer-memory"):
+        await store.open(blob_name(2))
+    go_on.set()
+    await wait_for_async(lambda: not budget.used_bytes)
+    assert await get(store, blob_name(1)) == payload
+    assert budget.used_bytes == 0
+    assert store.check_integrity() == []
+    await store.close()

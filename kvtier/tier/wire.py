@@ -1,4 +1,6 @@
-"""Chunks on the wire without a protobuf message around them.
+"""The conventions of both ends of a connection besides the messages of proto/kvtier/v1/tier.proto:
+versions and limits, chunks of payload without a message around them, and the gRPC status codes that
+stand for errors.
 
 A chunk is most of what a Put or a Get moves, and building and parsing a message costs it two more
 copies. Field 2 of PutRequest and of GetResponse, which is all that such a message has, is
@@ -7,26 +9,98 @@ copies. Field 2 of PutRequest and of GetResponse, which is all that such a messa
 
 and these are the bytes that protobuf makes of it, too: the other end may be any gRPC program.
 Whatever does not look exactly like that is left to protobuf.
+
+A status that has no code of ours means that the tier is unavailable: a deadline, a lost connection,
+a service that dies. So does a TLS handshake that fails, whichever of the two is not content with
+the other's certificate. A client cannot tell a server that hung up on its certificate from one that
+hung up, and either is over, with nothing done here, once certificates are renewed there.
+TierRefusedError is for a client that was let in and may not do what it asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
+from kvtier.errors import (
+    KvtierError,
+    TierError,
+    TierExhaustedError,
+    TierIntegrityError,
+    TierProtocolError,
+    TierRefusedError,
+    TierUnavailableError,
+    UsageError,
+)
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["TierService"].full_name
+PROTOCOL_VERSION = 1
 
+# The metadata key of a call's namespace without TLS; with it, the certificate says who is calling.
+NAMESPACE_METADATA = "kvtier-namespace"
+DEFAULT_NAMESPACE = "default"
+
+# The file that clients on the same host map is called so, and begins with a random token.
+SHARED_FILE_PREFIX = "kvtier-tier-"
+SHARED_TOKEN_BYTES = 16
+
+MIN_CHUNK_BYTES = 4 << 10
+MAX_CHUNK_BYTES = 64 << 20
+# The most bytes of one layer's newest queries, which travel in one message.
+MAX_QUERIES_BYTES = 4 << 20
+# The most bytes around the payload of a message: header, layout and framing.
+MESSAGE_OVERHEAD_BYTES = 64 << 10
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["TierService"].full_name
 Parsed = TypeVar("Parsed", pb.PutRequest, pb.GetResponse)
 
 # Field 2, length-delimited.
 CHUNK_TAG = b"\x12"
 # The bytes of a length below 2**35; protobuf knows no longer ones.
 MAX_VARINT_BYTES = 5
+
+_ERRORS: dict[grpc.StatusCode, type[TierError]] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: TierExhaustedError,
+    grpc.StatusCode.DATA_LOSS: TierIntegrityError,
+    grpc.StatusCode.PERMISSION_DENIED: TierRefusedError,
+    grpc.StatusCode.UNAUTHENTICATED: TierRefusedError,
+    grpc.StatusCode.FAILED_PRECONDITION: TierProtocolError,
+    grpc.StatusCode.INVALID_ARGUMENT: TierProtocolError,
+    grpc.StatusCode.UNIMPLEMENTED: TierProtocolError,
+    grpc.StatusCode.OUT_OF_RANGE: TierProtocolError,
+}
+
+_CODES: dict[type[KvtierError], grpc.StatusCode] = {
+    TierExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TierIntegrityError: grpc.StatusCode.DATA_LOSS,
+    TierRefusedError: grpc.StatusCode.PERMISSION_DENIED,
+    TierProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
+    TierUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+}
+
+
+def check_version(theirs: int, address: str) -> None:
+    """Raise TierProtocolError unless a server speaks PROTOCOL_VERSION."""
+    if theirs != PROTOCOL_VERSION:
+        raise TierProtocolError(
+            f"tier {address} speaks protocol version {theirs}, this is {PROTOCOL_VERSION}"
+        )
+
+
+def negotiate(theirs: Iterable[int]) -> int:
+    """The version that a server answers a client with; one that says nothing gets ours.
+
+    Raises TierProtocolError where there is none in common.
+    """
+    offered = list(theirs)
+    if offered and PROTOCOL_VERSION not in offered:
+        raise TierProtocolError(f"protocol version {PROTOCOL_VERSION} only, not {offered}")
+    return PROTOCOL_VERSION
 
 
 def frame_chunk(payload: bytes | bytearray | memoryview) -> bytes:
@@ -110,3 +184,19 @@ def _varint(number: int) -> bytes:
         number >>= 7
     encoded.append(number)
     return bytes(encoded)
+
+
+def error_of(error: grpc.RpcError, address: str) -> TierError:
+    """Return the error that a client raises for a failed call."""
+    code, details = error.code(), error.details()
+    kind = _ERRORS.get(code, TierUnavailableError)
+    return kind(f"tier {address}: {code.name.lower()}: {details}")
+
+
+def code_of(error: KvtierError) -> grpc.StatusCode:
+    """Return the status code of the service's answer to an error; a bug, which is no KvtierError,
+    never gets here."""
+    for kind in type(error).__mro__:
+        if kind in _CODES:
+            return _CODES[kind]
+    return grpc.StatusCode.INTERNAL

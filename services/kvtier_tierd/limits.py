@@ -1,8 +1,23 @@
-"""The namespaces of clients, and how much of the service each may use at a time.
+"""The limits of clients: who may call, and how much of the service each may use at a time.
+
+    Budget        memory for payloads on their way, which all namespaces share
+                  counted       what puts have sent and is not stored yet; what a store has read for
+                                its readers
+                  not counted   a store's own memory, and the chunk or two of each stream that gRPC
+                                has
+    Namespaces    transfers at a time, and bytes a second
+    Progress      how long a stream may keep the service waiting
+
+Clients decide how many transfers there are and how fast they go, so without a budget they decide
+how large the service grows.
 
 Under mutual TLS the namespace is the common name of the client's certificate and nothing the
 client says changes it. Without, it is what the client says: a client that may connect is in every
-namespace, and by default only this user's may (network/sockets.py).
+namespace, and by default only this user's may (listening.py).
+
+A stream that moves may take as long as it needs; one that stalls holds a transfer, and what it has
+pinned or sent, from all others. What a client makes us wait, altogether, may be `stall_s` and the
+time that its bytes take at SLOWEST_BYTES_PER_S, so that a byte now and then is no progress.
 """
 
 from __future__ import annotations
@@ -10,19 +25,58 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from kvtier.errors import TierExhaustedError, TierRefusedError
-from kvtier.tier.wire.protocol import DEFAULT_NAMESPACE, NAMESPACE_METADATA
+from kvtier.errors import TierExhaustedError, TierRefusedError, TierUnavailableError
+from kvtier.tier.wire import DEFAULT_NAMESPACE, NAMESPACE_METADATA
 
+# The share of the budget that one namespace may take: one that hoards leaves the others something.
+NAMESPACE_SHARE = 0.5
 MAX_NAMESPACE_BYTES = 200
 IN_FLIGHT = 64
 PACED_CHUNK_BYTES = 64 << 10
 # A client with too many transfers in flight waits this long to be told so.
 REFUSAL_S = 0.05
+SLOWEST_BYTES_PER_S = 1e6
+
+Result = TypeVar("Result")
+
+
+class Budget:
+    """capacity_bytes: of everything together. Belongs to one event loop."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._held: Counter[str] = Counter()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._held.total()
+
+    def take(self, namespace: str, num_bytes: int) -> None:
+        """Count bytes of a namespace. Raises TierExhaustedError, and counts none, beyond what the
+        namespace, or all of them together, may have."""
+        most = int(NAMESPACE_SHARE * self.capacity_bytes)
+        if self._held[namespace] + num_bytes > most:
+            raise TierExhaustedError(
+                f"namespace {namespace!r} has {self._held[namespace]} bytes on their way, of the "
+                f"{most} that it may have (--transfer-memory)"
+            )
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            raise TierExhaustedError(
+                f"{self.used_bytes} bytes are on their way, of the {self.capacity_bytes} that may "
+                "be (--transfer-memory)"
+            )
+        self._held[namespace] += num_bytes
+
+    def give_back(self, namespace: str, num_bytes: int) -> None:
+        """Count bytes no longer."""
+        self._held[namespace] -= num_bytes
+        if not self._held[namespace]:
+            del self._held[namespace]
 
 
 @dataclass(frozen=True)
@@ -111,3 +165,39 @@ def check_namespace(name: str) -> None:
         raise TierRefusedError(
             f"a namespace of 1 to {MAX_NAMESPACE_BYTES} printable bytes, got {name!r}"
         )
+
+
+class StalledError(TierUnavailableError):
+    """A stream that its client keeps waiting. writing: the message that it does not read, if it is
+    reading that it does not do; it is still under way."""
+
+    writing: asyncio.Future[None] | None = None
+
+
+class Progress:
+    """The progress of one stream. stall_s: how long it may stand still."""
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._moved_bytes = 0
+        self._waited_s = 0.0
+
+    def moved(self, num_bytes: int) -> None:
+        self._moved_bytes += num_bytes
+
+    async def wait(self, work: Awaitable[Result]) -> Result:
+        """Return the result of the work that the client is waited for. Raises StalledError when
+        that takes too long."""
+        earned_s = self._moved_bytes / SLOWEST_BYTES_PER_S
+        allowed_s = min(self._stall_s, self._stall_s + earned_s - self._waited_s)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(allowed_s):
+                return await work
+        except TimeoutError:
+            raise StalledError(
+                f"the stream stalled: {self._moved_bytes} bytes moved, and then {self._stall_s} s "
+                f"were over, or it is slower than {SLOWEST_BYTES_PER_S / 1e6:.0f} MB/s"
+            ) from None
+        finally:
+            self._waited_s += time.monotonic() - began

@@ -1,4 +1,5 @@
-"""Unix sockets that only this user opens.
+"""The access to the service: unix sockets that only this user opens, and mutual TLS whose
+certificates can be renewed while it runs.
 
 A socket is as private as its directory: gRPC makes the socket itself, with whatever the umask
 allows, and a client that may connect is taken at its word about the namespace.
@@ -12,7 +13,10 @@ import socket
 import stat
 from pathlib import Path
 
+import grpc
+
 from kvtier.errors import TierUnavailableError, UsageError
+from kvtier.tier.transport.connection import RenewedTls, TlsPaths
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -51,4 +55,28 @@ def check_free(path: Path) -> None:
         raise TierUnavailableError(f"--listen unix:{path}: another process is listening there")
 
 
-__all__ = ["check_free", "prepare_directory"]
+def renewed_credentials(paths: TlsPaths) -> grpc.ServerCredentials:
+    """Return credentials for mutual TLS: clients must have a certificate of the authority.
+
+    The files are looked at for every new connection; when they changed and make sense together,
+    the new ones are used from then on.
+
+    Raises UsageError where they cannot be read or do not belong together.
+    """
+    expected = "a PEM certificate with its --key and a --client-ca"
+    renewed = RenewedTls(paths, "--certificate", expected)
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        files = renewed.files
+        pair = (files.key, files.certificate)
+        return grpc.ssl_server_certificate_configuration([pair], files.ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls this in a thread of its own; None keeps what is in use."""
+        return configuration() if renewed.changed() else None
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(),
+        fetch,  # type: ignore[arg-type]  # None is allowed
+        require_client_authentication=True,
+    )

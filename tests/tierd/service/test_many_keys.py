@@ -10,20 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
-from hoarders import INVALID
-from live_tier import (
-    blob_of,
-    fetch,
-    header_of,
-    key_of,
-    payload_of,
-    raw_stub,
-)
+from live_tier import blob_of, fetch, header_of, key_of, payload_of, raw_stub
 from waiting import SAFETY_S, wait_for
 
 from kvtier.tier.client import Landing, TierClient
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_more_keys_than_a_call_may_hold_are_refused_naming_them_and_the_limit(tier):
