@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kvtier.synthetic.recall import ANSWER_TOKENS, FACT_TOKENS, Session, make_session
-from models.network.longcontext import ContextCache, prefill, turn_hidden
-from models.network.net import Net, load_net
+from models.longcontext import ContextCache, prefill, turn_hidden
+from models.net import Net, load_net
 
 Head = tuple[int, int]
 

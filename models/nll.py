@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 from models.evaluate import parse_length
-from models.network.net import Net, load_net
+from models.net import Net, load_net
 
 
 @torch.no_grad()

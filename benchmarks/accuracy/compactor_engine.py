@@ -21,7 +21,7 @@ from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.pool_sizing import slot_bytes
 from kvtier.retention.scorers import SCORERS
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.scorers.simple import DistinctKeys
 from kvtier.retention.shares import PAGE
 
 Heads = Literal["all", "profile"]

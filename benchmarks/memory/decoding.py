@@ -27,7 +27,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.memory.building import assemble
 from kvtier.memory.card import Identity
 from kvtier.memory.collecting import collect, prefix_kv
-from kvtier.memory.measured.sizes import exact_bytes, held_bytes
+from kvtier.memory.measured import exact_bytes, held_bytes
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, save
 from kvtier.memory.traces import Trace, split

@@ -15,10 +15,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from kvtier.heads.samples.story import Asked, Story
+from kvtier.heads.samples.stories import Asked, Story
 from kvtier.heads.samples.synthetic import text_maker_for
 from kvtier.heads.samples.text import SampleMaker
-from kvtier.synthetic.prose import document, sentences
+from kvtier.synthetic.standard_library import document, sentences
 
 PLAIN, REFERRED_TO = "changed fact", "changed fact, referred to"
 TASKS = (PLAIN, REFERRED_TO)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtier.calibration.documents import CurveDocument, load_curve
-from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.calibration.measuring import calibrate_curve
 from kvtier.config import load_settings
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile

@@ -27,7 +27,7 @@ from benchmarks.common.table import new_table, show
 from benchmarks.real.choices import Choice, Setup, chosen_heads
 from benchmarks.real.records import Records
 from benchmarks.real.statistics import Interval, Losses, difference, kept_worth
-from kvtier.heads.methods.ranking import heads_by_layer
+from kvtier.heads.methods.base import heads_by_layer
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.quality import Kept, kept_heads
 from kvtier.heads.profile import Head, random_profile, window_profile

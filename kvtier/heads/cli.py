@@ -136,7 +136,7 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
             progress=progress, **samples,
         )  # fmt: skip
     if options.picture is not None:
-        from kvtier.heads.picture import draw_profile
+        from kvtier.heads.report import draw_profile
 
         draw_profile(found.profile, options.picture)
     if not options.quiet:

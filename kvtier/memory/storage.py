@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from kvtier.calibration.documents.base import Stored
+from kvtier.calibration.documents import Stored
 from kvtier.errors import MemoryFileError, MemoryMismatchError, UsageError
 from kvtier.memory.card import Identity, Row
 from kvtier.reading import read_json

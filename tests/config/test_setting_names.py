@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import SECTIONS, SETTINGS, Settings, load_settings
-from kvtier.config.flags import add_flags
+from kvtier.config.loading import add_flags
 
 
 def _parsed(flags):

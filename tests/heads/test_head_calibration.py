@@ -13,19 +13,18 @@ import pytest
 import torch
 from tiny_llama import RULE, make_ids, profile_of
 
-from kvtier.calibration.cli.calibrate import add_calibrate_parser
+from kvtier.calibration.cli import add_calibrate_parser
 from kvtier.errors import SamplesFileError, SizeError, UnsupportedModelError, UsageError
 from kvtier.heads.calibrate import Calibrated, calibrate_heads
 from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import weights_revision
 from kvtier.heads.model.loading import load_model
-from kvtier.heads.picture import draw_profile, score_grid, title_lines
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import HeadProfile, load_profile, random_profile
 from kvtier.heads.progress import rich_progress
 from kvtier.heads.reference.session import DEFAULT_RULE, ReferenceSession
-from kvtier.heads.report import summary
+from kvtier.heads.report import draw_profile, score_grid, summary, title_lines
 from kvtier.heads.samples.plan import synthetic_plan
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.synthetic import make_samples, tasks_for

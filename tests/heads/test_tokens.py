@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.calibration.cli.calibrate import add_calibrate_parser
+from kvtier.calibration.cli import add_calibrate_parser
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads import tokens
 from kvtier.heads.model.config import model_shape, read_config, weights_revision

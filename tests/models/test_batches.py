@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from models.batches import NEAR_TOKENS, SessionShape, session_batch, split_policy, vote_bias
-from models.network.net import Net, NetConfig, rope_tables, rotate
+from models.net import Net, NetConfig, rope_tables, rotate
 from models.train import batch_loss
 
 SHAPE = SessionShape(tokens=256, batch=3, max_span=100_000, fact_density=0.9, few_codes_share=0.5)

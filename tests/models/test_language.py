@@ -20,7 +20,7 @@ from models.language import (
     last_mlp_inputs,
     only_last_mlp,
 )
-from models.network.net import Net
+from models.net import Net
 from models.nll import class_masks
 from models.recipe import stage_named
 from models.train import anchored_mask, make_optimizer, start, train

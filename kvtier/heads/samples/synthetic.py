@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.story import StoryTeller
+from kvtier.heads.samples.stories import StoryTeller
 from kvtier.heads.samples.text import (
     CHOOSING_TASKS,
     TASKS,

@@ -21,11 +21,14 @@ from kvtier.retention.shares.base import (
     profile_slots,
     whole_pages,
 )
-from kvtier.retention.shares.byte_budget import ByteBudget
-from kvtier.retention.shares.everything import Everything
-from kvtier.retention.shares.fixed_share import AtMost, FixedShare
-from kvtier.retention.shares.quality_target import QualityTarget
-from kvtier.retention.shares.token_budget import TokenBudget
+from kvtier.retention.shares.rules import (
+    AtMost,
+    ByteBudget,
+    Everything,
+    FixedShare,
+    QualityTarget,
+    TokenBudget,
+)
 
 if TYPE_CHECKING:
     from kvtier.config import Settings

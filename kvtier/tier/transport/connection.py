@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from kvtier.addresses.tier import socket_path
+from kvtier.addresses import socket_path
 from kvtier.errors import TierError, TierUnavailableError, UsageError
 from kvtier.tier.transport.channel import (
     RenewedTls,

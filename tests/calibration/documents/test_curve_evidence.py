@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvtier.calibration.curves import HALF_LIMITS, MIN_MEASUREMENTS, Measurement
 from kvtier.calibration.documents import (
+    MAX_DOCUMENT_BYTES,
     CurveDocument,
     curve,
     document_of_fit,
@@ -21,7 +22,6 @@ from kvtier.calibration.documents import (
     load_curve,
     parse_document,
 )
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
 from kvtier.errors import CalibrationDocumentError
 
 DEMO_CURVE = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo" / "curve.json"

@@ -9,8 +9,8 @@ from calibration_samples import curve_document, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.documents.keys import curve_key, memory_key
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.documents import MAX_DOCUMENT_BYTES
+from kvtier.calibration.keys import curve_key, memory_key
 from kvtier.calibration.store.base import StoredKey
 from kvtier.calibration.store.directory import DirectoryStore, _key_of
 from kvtier.calibration.store.opening import open_store

@@ -12,8 +12,8 @@ from hostile_server import answering, hostile_server
 from redis_server import RedisServer, redis_server
 from waiting import SAFETY_S, wait_for
 
-from kvtier.addresses.redis import parse_address
-from kvtier.calibration.documents.keys import profile_key
+from kvtier.addresses import parse_address
+from kvtier.calibration.keys import profile_key
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings

@@ -13,7 +13,7 @@ from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
 from redis_server import RedisServer, redis_server
 from waiting import SAFETY_S, wait_for
 
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, watch
 from kvtier.config import load_settings

@@ -10,9 +10,8 @@ import torch
 from redis_server import redis_server
 
 from kvtier.calibration.defaults import WORTH_FILE, calibration_folder, with_calibration
-from kvtier.calibration.documents import WorthDocument, parse_document
-from kvtier.calibration.documents.keys import worth_key
-from kvtier.calibration.documents.limits import MAX_WORTH_BYTES
+from kvtier.calibration.documents import MAX_WORTH_BYTES, WorthDocument, parse_document
+from kvtier.calibration.keys import worth_key
 from kvtier.calibration.store.base import text_of
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.transfer import export_documents, import_documents, read_export

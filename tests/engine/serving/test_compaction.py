@@ -14,7 +14,7 @@ from engine_process import DEMO_MODEL, run_engine
 from thorough import THOROUGH
 
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.measuring.samples import dense_sample
+from kvtier.calibration.measuring import dense_sample
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.reference.compaction import ScoredSession
 from kvtier.retention.scorers import SCORERS

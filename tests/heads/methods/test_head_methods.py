@@ -14,7 +14,7 @@ from tiny_llama import RULE, SHAPE, make_ids
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods import METHODS, HeadMethod, Target, make_method
-from kvtier.heads.methods.ranking import heads_by_layer
+from kvtier.heads.methods.base import heads_by_layer
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.probes.quality import kept_heads, measure
 from kvtier.heads.samples.questions import CalibrationSample, Question

@@ -15,8 +15,8 @@ from tiny_llama import HEADS, LAYERS, RULE, SHAPE, VOCAB, make_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods import Target, ranking
-from kvtier.heads.methods.ranking import best_heads
+from kvtier.heads.methods import Target, base
+from kvtier.heads.methods.base import best_heads
 from kvtier.heads.methods.razor import Razor, RazorScores
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.copies import RepeatMasses, plain_tokens, repeat_masses
@@ -168,7 +168,7 @@ def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatc
         lost = sum(0.1 * (1 + head) for head, keeps in enumerate(kept[0]) if not keeps)
         return Quality(1 - lost, 1 - lost, lost)
 
-    monkeypatch.setattr(ranking, "measure", measure)
+    monkeypatch.setattr(base, "measure", measure)
     scores, batches = scored(
         Razor(), 1, RepeatMasses(((0.0, 0.1, 0.2, 0.3),), ((0.1, 0.2, 0.3, 0.4),))
     )

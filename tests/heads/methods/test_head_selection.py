@@ -18,8 +18,8 @@ from kvtier.heads.methods import (
     make_method,
     ranking,
 )
+from kvtier.heads.methods.base import best_heads, heads_by_layer, mean_matrix
 from kvtier.heads.methods.contextkeeper import ContextKeeper, candidates, default_candidate_share
-from kvtier.heads.methods.ranking import best_heads, heads_by_layer, mean_matrix
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.questions import CalibrationSample, Question

@@ -20,11 +20,12 @@ from kvtier.sizes import parse_size
 if TYPE_CHECKING:
     from kvtier.calibration.curves import Measurement
     from kvtier.calibration.documents import WorthDocument
-    from kvtier.calibration.measuring.calibrate import CalibratedCurve
+    from kvtier.calibration.measuring import CalibratedCurve
     from kvtier.heads.profile import HeadProfile
     from kvtier.heads.progress import Progress
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
 # A curve is explained by the shares at this quality.
@@ -181,8 +182,7 @@ def _heads(
 ) -> tuple[HeadProfile, list[str]]:
     """Find and draw a head profile; returns what to say about it, too."""
     from kvtier.heads.calibrate import calibrate_heads
-    from kvtier.heads.picture import draw_profile
-    from kvtier.heads.report import summary
+    from kvtier.heads.report import draw_profile, summary
     from kvtier.retention.rules import locality_rule
 
     share = DEFAULT_SHARE if options.share is None and options.budget is None else options.share
@@ -252,7 +252,7 @@ def _every_head(options: argparse.Namespace) -> HeadProfile:
 
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     from kvtier.calibration.documents import ProfileDocument
-    from kvtier.calibration.documents.keys import profile_key
+    from kvtier.calibration.keys import profile_key
     from kvtier.calibration.store.opening import open_store
     from kvtier.heads.model.config import model_name, weights_revision
     from kvtier.heads.profile import load_profile
@@ -282,7 +282,7 @@ def _curve(
     lengths: list[int],
     progress: Progress,
 ) -> CalibratedCurve:
-    from kvtier.calibration.measuring.calibrate import calibrate_curve
+    from kvtier.calibration.measuring import calibrate_curve
     from kvtier.calibration.picture import draw_curve
 
     curve = calibrate_curve(
@@ -308,7 +308,7 @@ def _finish(
 
     worth: the file of what tokens are worth, which servers without a Redis read as it is.
     """
-    from kvtier.calibration.measuring.calibrate import publish
+    from kvtier.calibration.measuring import publish
     from kvtier.calibration.store.opening import open_store
 
     if not options.quiet:
@@ -360,7 +360,7 @@ def describe_curve(curve: CalibratedCurve) -> list[str]:
 
 def _unseen(measurements: Sequence[Measurement]) -> list[str]:
     """Describe whether the target holds where the curve was fitted to all other tasks."""
-    from kvtier.calibration.unseen_tasks import unseen_tasks
+    from kvtier.calibration.curves import unseen_tasks
 
     found = unseen_tasks(measurements, SHOWN_QUALITY)
     if not found:
