@@ -126,6 +126,10 @@ def test_a_setting_is_reached_by_flag_variable_and_file_by_one_rule(monkeypatch,
         for path, one in values.items():
             inside.setenv(f"KVTIER_{_as_name(path).upper()}", str(one))
         by_variable = load_settings()
+    with monkeypatch.context() as child:
+        for name, text in by_flag.to_env().items():
+            child.setenv(name, text)
+        assert load_settings() == by_flag
     (tmp_path / "kvtier.toml").write_text(_in_file(values))
     assert by_flag == by_variable == load_settings()
 

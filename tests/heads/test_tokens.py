@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from kvtier.errors import SizeError, UsageError
 from kvtier.heads import tokens
 from kvtier.heads.model.config import model_shape, read_config, weights_revision
 from kvtier.heads.samples.synthetic import CALIBRATION, HELD_OUT
-from kvtier.heads.tokens import Repeated, fit_tokens
+from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.token_worth import TokenWorth
 
@@ -120,24 +119,6 @@ def test_each_task_is_fitted_before_one_comes_twice(monkeypatch: pytest.MonkeyPa
     kinds = ["recall", "near-miss", "few-codes"]
     fit_tokens(str(DEMO), tasks=kinds, contexts=2, lengths=[128, LENGTH])
     assert fitted == [*kinds, kinds[0]]
-
-
-def test_agreement_is_the_share_of_the_best_that_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = torch.arange(20.0).view(1, 2, 10)
-    kv = [(torch.zeros(2, 10, 4), torch.zeros(2, 10, 4))]
-    monkeypatch.setattr(tokens, "rotation_of", lambda *_: None)
-    monkeypatch.setattr(tokens, "full_layers", lambda _: [0])
-
-    def agreement(predicted: torch.Tensor) -> float:
-        worth: Any = SimpleNamespace(predict=lambda *_: predicted)
-        return tokens._agreement(worth, None, Repeated(kv, drawn, drawn, torch.zeros(())), 0.2)
-
-    assert agreement(drawn[0].log()) == 1.0
-    assert agreement(-drawn[0]) == 0.0
-    # Two of the four best are the worst.
-    half = drawn[0].clone()
-    half[1, -2:] = -1
-    assert agreement(half) == 0.5
 
 
 @pytest.mark.parametrize(

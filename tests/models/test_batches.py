@@ -19,17 +19,6 @@ def anchored(value: bool) -> torch.Tensor:
     return torch.full((config.num_layers, config.num_kv_heads), value)
 
 
-def test_a_vote_counts_like_copies():
-    """Softmax over one entry with p votes equals softmax over p equal entries."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, generator=generator)
-    values = torch.randn(5, 2, generator=generator)
-    votes = torch.tensor([1, 3, 1, 7, 2])
-    voted = torch.softmax(logits + votes.log(), 0) @ values
-    copied = torch.softmax(logits.repeat_interleave(votes), 0) @ values.repeat_interleave(votes, 0)
-    torch.testing.assert_close(voted, copied)
-
-
 def test_votes_never_reach_the_near_past_or_the_future():
     bias = vote_bias(torch.full((1, 200), math.log(50.0)))[0, 0]
     assert bool((bias.triu(1)[0, 1:] == -math.inf).all())

@@ -136,7 +136,7 @@ def test_what_does_not_go_together_is_refused_before_the_model_loads(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in ("heads.tokens", "calibration.measuring.calibrate"):
+    for module in ("heads.tokens", "calibration.measuring"):
         monkeypatch.setattr(f"kvtier.{module}.load_model", lambda _: pytest.fail("too late"))
     kind = [arguments.pop(0)] if arguments[0] == "curve" else []
     given = [*kind, "--model-path", str(MODEL), "--scorer", "reconstruction", *arguments]

@@ -118,15 +118,6 @@ def test_scores_without_data_are_of_the_model_alone(
 
 
 @EVERY_METHOD
-def test_the_model_is_as_it_was(
-    method: HeadMethod, batches: list[ProbeBatch], probe: HeadProbe
-) -> None:
-    before = probe.model.config._attn_implementation
-    method.score(batches)
-    assert probe.model.config._attn_implementation == before
-
-
-@EVERY_METHOD
 def test_flags_set_arguments_and_belong_to_one_method(name: str) -> None:
     method = METHODS[name]
     assert method.name == name
