@@ -36,10 +36,6 @@ def export(checkpoint: dict[str, Any], folder: Path) -> None:
     (folder / HISTORY).write_text(json.dumps(history, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    export(torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2]))
-
-
 # The context goes into a system message, which has no marker of its own: the rendered text is then
 # what `kvtier.synthetic.recall` writes. A tool call is written as the answer that it was read from.
 CHAT_TEMPLATE = (
@@ -115,4 +111,4 @@ def _write_json(path: Path, value: object) -> None:
 
 
 if __name__ == "__main__":
-    write_tokenizer(Path(sys.argv[1]))
+    export(torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2]))

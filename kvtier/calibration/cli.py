@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,7 @@ from kvtier.errors import CalibrationDocumentError, StoreError, UsageError
 from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import located
-from kvtier.heads.progress import no_progress
+from kvtier.heads.progress import shown_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     curve: CalibratedCurve | None = None
     worth: Path | None = None
     said: list[str] = []
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         if compete:
             if "tokens" in parts and settings.scorer.file is None:
                 said += _tokens(options, progress)
@@ -159,7 +158,7 @@ def run_calibrate_curve(options: argparse.Namespace) -> int:
         profile, settings = _every_head(options), _competing(options, settings)
     else:
         profile = _profile(options, settings)
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         curve = _curve(options, settings, profile, lengths, progress)
     return _finish(options, settings, None, curve)
 
@@ -266,13 +265,6 @@ def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     if not isinstance(document, ProfileDocument):
         raise UsageError("--head-profile", f"a file, or a stored profile under {key}", None)
     return document.profile
-
-
-def _progress(options: argparse.Namespace) -> nullcontext[Progress]:
-    from kvtier.heads.progress import rich_progress
-
-    # Both are context managers of a Progress; the live bar is a generator's.
-    return nullcontext(no_progress) if options.quiet else rich_progress()  # type: ignore[return-value]
 
 
 def _curve(

@@ -16,6 +16,7 @@ import json
 import math
 from base64 import urlsafe_b64encode
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal, Self, TypeVar
@@ -368,13 +369,8 @@ def document_of_fit(
         revision=revision,
         policy=policy,
         dtype=dtype,
-        alpha=curve.alpha,
-        beta=curve.beta,
-        power=curve.power,
-        nll_min=curve.nll_min,
-        nll_max=curve.nll_max,
-        rmse=fitted.rmse,
-        r2=fitted.r2,
+        **asdict(curve),
+        **asdict(fitted),
         held_out_rmse=held_out_rmse(measurements, underestimate_weight=underestimate_weight),
         measurements=len(measurements),
         contexts=len({measurement.context for measurement in measurements}),

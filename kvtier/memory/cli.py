@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,15 @@ from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier.heads.cli import MODEL_HELP
 from kvtier.heads.model.config import located
+from kvtier.heads.progress import shown_progress
 from kvtier.reading import read_text
 
 if TYPE_CHECKING:
+    from kvtier.calibration.documents import Document
+    from kvtier.calibration.store.base import CalibrationStore
     from kvtier.memory.card import Row
     from kvtier.memory.making import Source
     from kvtier.memory.storage import Card
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-    from kvtier.calibration.documents import Document
-    from kvtier.calibration.store.base import CalibrationStore
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -104,20 +103,12 @@ def run_build(options: argparse.Namespace) -> int:
     from kvtier.memory.making import make
     from kvtier.memory.recipe import Recipe
 
-    recipe = Recipe(
-        kept_share=options.kept_share,
-        entries=options.entries,
-        state_heads=options.state_heads,
-        key_width=options.key_width,
-        place_weight=options.place_weight,
-        gate=options.gate,
-        least_members=options.least_members,
-    )
+    recipe = Recipe(**{one.name: getattr(options, one.name) for one in fields(Recipe)})
     if options.target_nats < 0:
         raise UsageError("--target-nats", "at least 0", options.target_nats)
     if options.out.exists() and not options.out.is_dir():
         raise UsageError("--out", "a directory", str(options.out))
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         card = make(
             _source(options), options.out, recipe, target_nats=options.target_nats,
             progress=progress,
@@ -145,7 +136,7 @@ def run_verify(options: argparse.Namespace) -> int:
     from kvtier.memory.storage import load_card
 
     card = load_card(options.memory)
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         found = verify(_source(options), options.memory, progress)
     differ = False
     for kind, rows in found.items():
@@ -205,12 +196,6 @@ def _source(options: argparse.Namespace) -> Source:
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     return Source(options.model_path, prefix, options.traces, options.chat, options.seed)
-
-
-def _progress(options: argparse.Namespace) -> Any:
-    from kvtier.heads.progress import no_progress, rich_progress
-
-    return nullcontext(no_progress) if options.quiet else rich_progress()
 
 
 COLUMNS = (

@@ -73,23 +73,14 @@ def read_bytes(layers: Sequence[MemoryLayer], dtype: torch.dtype, fell_back: flo
 
 
 class RequestLoss(NamedTuple):
-    """One request, held in one way.
+    """One request, held in one way; or the means over several.
 
     nll:       nats of the answer's tokens, their mean
     kl:        nats from the exact prefix's distributions to this way's, the mean over the answer's
                tokens, or over all tokens where the request is asked so
-    right:     whether every token of the answer was the likeliest
+    right:     whether every token of the answer was the likeliest; of several, the share
     fell_back: share of the prompt's lookups, of all layers, that no entry was near enough to
     """
-
-    nll: float
-    kl: float
-    right: bool
-    fell_back: float = 0.0
-
-
-class Loss(NamedTuple):
-    """The means over requests; fell_back: see RequestLoss."""
 
     nll: float
     kl: float
@@ -132,8 +123,8 @@ def losses(
     return found
 
 
-def mean_loss(requests: Sequence[RequestLoss]) -> Loss:
-    return Loss(*(fmean(map(float, side)) for side in zip(*requests, strict=True)))
+def mean_loss(requests: Sequence[RequestLoss]) -> RequestLoss:
+    return RequestLoss(*(fmean(side) for side in zip(*requests, strict=True)))
 
 
 def requeued(
@@ -157,7 +148,7 @@ def _compared(exact: Tensor, mine: Tensor, request: Trace, every_token: bool) ->
     return RequestLoss(
         nll=float(-asked.gather(1, answer[:, None]).mean()) if len(answer) else float("nan"),
         kl=float(kl),
-        right=bool((asked.argmax(-1) == answer).all()),
+        right=float((asked.argmax(-1) == answer).all()),
     )
 
 
