@@ -57,7 +57,7 @@ from kvtier.calibration.keys import (
 )
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import HeadProfile, ModelShape
-from kvtier.reading import MAX_NESTING, is_too_deep, parse_json
+from kvtier.reading import MAX_NESTING, first_problem, is_too_deep, parse_json
 
 MAX_DOCUMENT_BYTES = 1 << 20
 MAX_WORTH_BYTES = 32 << 20
@@ -117,17 +117,11 @@ def parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
     try:
         return kind.model_validate(parse_json(raw, "document", _refusal, finite=False))
     except ValidationError as error:
-        raise CalibrationDocumentError(_first_problem(error)) from error
+        raise CalibrationDocumentError(first_problem(error, "document")) from error
 
 
 def _refusal(where: str, expected: str, got: object) -> CalibrationDocumentError:
     return CalibrationDocumentError(f"{where}: expected {expected}, got {got!r}")
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "document"
-    return f"{where}: {first['msg']}"
 
 
 def check_same(what: str, found: dict[str, Any], served: dict[str, Any]) -> None:

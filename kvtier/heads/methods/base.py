@@ -1,4 +1,5 @@
-"""Ranking KV heads: the best of a score, ties and all, and as many of them as a budget needs.
+"""The interface of a head method: it scores heads, they are ranked, ties and all, and as many of
+them are kept as a share or a budget asks for.
 
 A matrix of scores is `[layers][kv_heads]`, higher = keep the context.
 """
