@@ -291,8 +291,11 @@ class UnseenTask(NamedTuple):
 
 
 def unseen_tasks(measurements: Sequence[Measurement], target: float) -> list[UnseenTask]:
-    """Each task under the curve of the others. A task is skipped where the others are too few to
-    fit a curve to. target: quality in (0, 1]"""
+    """Each task under the curve of the others: what it says that the task's contexts keep, and what
+    quality that gives. Held-out contexts of known tasks tell less: what decides how much may go is
+    what will be asked. Only the curve leaves the task out; a scorer that was fitted to its
+    questions has still seen them. A task is skipped where the others are too few to fit a curve to.
+    target: quality in (0, 1]"""
     nll = [measurement.nll for measurement in measurements]
     tasks = list(dict.fromkeys(measurement.task for measurement in measurements))
     found = []

@@ -1,4 +1,13 @@
-"""The listing of what is stored: rows of documents, as a table for people or as JSON."""
+"""`kvtier calibration`: look into the calibration store and carry documents between stores.
+
+    kvtier calibration list                 what is stored, how old, for how long
+    kvtier calibration show KEY             one document
+    kvtier calibration export FILE [KEY]    all documents, or one, into a JSON file
+    kvtier calibration import FILE          ... and back, validated before anything is written
+    kvtier calibration delete KEY...
+
+The store is that of the settings: `KVTIER_REDIS_URL`, or the files of `KVTIER_DATA_DIR`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,14 @@
-"""The interface of a head method: it scores heads, they are ranked, ties and all, and as many of
-them are kept as a share or a budget asks for.
+"""The interface of a head method: it says which KV heads need the whole context.
 
-A matrix of scores is `[layers][kv_heads]`, higher = keep the context.
+    samples ──> ProbeBatch (context KV, computed once) ──> score ──> HeadScores
+                                                                         │ ranking
+                                          target: share, budget ──> select ──> Selection
+
+A method is a file of its own and a line in `kvtier.heads.methods`. It scores the heads, in a matrix
+`[layers][kv_heads]`, higher = keep the context; ranking them, ties and all, and taking as many as a
+share or a budget asks for is the same for all. Nothing here imports torch, nor does a method's file
+before it scores: every command line of kvtier reads the registry. docs/extending.md writes one,
+from its file to the profile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""The material of a text task: what is told, and what is asked about it."""
+"""The tasks in real text: what each tells, and what is asked about it.
+
+    quotation     a passage of the middle is begun, and its next words are wanted
+    continuation  nothing is asked: what the text itself says next
+    code          the parameters of a function whose source stands in the middle
+    many-shot     Oslo => blick … baker => fendle …    the label of a word like those labelled
+    common        … one vote for Oslo … for Lima …     what most votes go to (RULER's common words)
+    key-value     The code of amber fox is 4821 7713.             asked in the same words
+    values        The codes of amber fox are 4821, 1902 and 7713. several values behind one key
+    two-hop       Misty owl has the same code as amber fox.       one fact leads to another
+    variables     The number 4821 goes to owl. … From owl it goes to fox.   all names, in order
+    qa            In 1987 Anna Weber moved to Oslo and became …   asked in other words
+    summary       Anna Weber arrived in Oslo. … in Lima. …        everything of one kind, in order
+
+key-value, values and variables are retrieval and tracing as RULER asks for them (arXiv 2404.06654);
+key-value, two-hop, qa and summary are the kinds of ContextKeeper's profiling set.
+"""
 
 from __future__ import annotations
 
