@@ -43,8 +43,8 @@ from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.plan import check_lengths, users_plan
-from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.synthetic import make_samples, speaks_recall, tasks_for
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.synthetic import make_samples, session_sample, speaks_recall, tasks_for
 from kvtier.retention.rules import locality_rule, scorer_of
 from kvtier.synthetic.recall import FACT_TOKENS, MAX_FACTS, make_session
 from kvtier.tier.blobs.payload import DTYPE_BYTES
@@ -80,21 +80,9 @@ def curve_samples(
             rng = np.random.default_rng([seed, STREAM, length, index])
             # Even in the share that facts fill, jittered, so that no density is favoured.
             facts = max(FEWEST_FACTS, round((index + rng.random()) / count * most))
-            samples.append(dense_sample(rng, length, facts, f"{facts} facts"))
+            session = make_session(rng, length, QUESTIONS, facts, invented_share=0.0)
+            samples.append(session_sample(session, f"{facts} facts"))
     return samples
-
-
-def dense_sample(
-    rng: np.random.Generator, context_tokens: int, facts: int, task: str
-) -> CalibrationSample:
-    """A context of the recall language with exactly so many facts."""
-    session = make_session(rng, context_tokens, QUESTIONS, facts, invented_share=0.0)
-    questions = tuple(
-        Question(turn.prompt_ids, turn.answer_ids, unscored=len(turn.name))
-        for turn in session.turns
-        if turn.answer_ids is not None
-    )
-    return CalibrationSample(tuple(session.context_ids.tolist()), questions, task)
 
 
 DEFAULT_CONTEXTS = 16

@@ -1,5 +1,5 @@
-"""The scorers of tokens, by which CA heads choose what they keep of a context: one file each, and
-the registry that names them.
+"""The scorers of tokens, by which CA heads choose what they keep of a context, and the registry
+that names them.
 
 `kvtier serve --scorer NAME` (with `--quality`, `--retention` or a budget) chooses one.
 """

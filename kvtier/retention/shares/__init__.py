@@ -1,4 +1,5 @@
-"""Share rules: how much of a context CA heads keep. One file each, and the registry.
+"""Share rules: how much of a context CA heads keep. Their interface (base.py), those that kvtier
+brings (rules.py), and the registry.
 
 `kvtier serve --quality`, `--retention`, `--budget-tokens` and `--budget-bytes` are the settings of
 four of them; `--share-rule NAME=NUMBER` chooses any. A server has one rule; without one, CA heads
