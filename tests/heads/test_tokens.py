@@ -89,29 +89,19 @@ def test_it_finds_more_of_the_best_entries_than_chance() -> None:
         assert share + 0.2 < found <= 1
 
 
-def test_it_is_judged_on_contexts_that_it_was_not_fitted_on(
+def test_each_task_is_fitted_before_one_comes_twice_and_judged_on_other_contexts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    streams = []
-
-    def make(*arguments: Any) -> list[Any]:
-        streams.append((arguments[2], arguments[-1]))
-        return make_samples(*arguments)
-
-    make_samples = tokens.make_samples
-    monkeypatch.setattr(tokens, "make_samples", make)
-    fit_tokens(str(DEMO), contexts=1, lengths=[LENGTH])
-    assert streams == [(1, CALIBRATION), (tokens.JUDGED_CONTEXTS, HELD_OUT)]
-    assert CALIBRATION != HELD_OUT
-
-
-def test_each_task_is_fitted_before_one_comes_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few contexts are fitted of each length, and a kind that none of them is goes unseen."""
     fitted: list[str] = []
+    judged: list[int] = []
 
     def make(maker: Any, tasks: Any, count: int, *rest: Any) -> list[Any]:
         if rest[-1] == CALIBRATION:
             fitted.extend(tasks[index % len(tasks)] for index in range(count))
+        else:
+            assert rest[-1] == HELD_OUT != CALIBRATION
+            judged.append(count)
         return make_samples(maker, tasks, count, *rest)
 
     make_samples = tokens.make_samples
@@ -119,6 +109,7 @@ def test_each_task_is_fitted_before_one_comes_twice(monkeypatch: pytest.MonkeyPa
     kinds = ["recall", "near-miss", "few-codes"]
     fit_tokens(str(DEMO), tasks=kinds, contexts=2, lengths=[128, LENGTH])
     assert fitted == [*kinds, kinds[0]]
+    assert judged == [tokens.JUDGED_CONTEXTS]
 
 
 @pytest.mark.parametrize(

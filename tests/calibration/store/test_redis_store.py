@@ -259,15 +259,6 @@ def test_the_documented_permissions_are_enough(server: RedisServer):
         assert store.delete(key)
 
 
-def test_many_threads_share_one_store(server):
-    from concurrent.futures import ThreadPoolExecutor
-
-    with opened(server.url) as store, ThreadPoolExecutor(8) as pool:
-        documents = [curve_document(policy=f"p{index}") for index in range(64)]
-        keys = list(pool.map(store.put, documents))
-        assert list(pool.map(store.get, keys)) == documents
-
-
 ADDRESSES = [
     ("redis://h", "redis://h:6379/0"),
     ("redis://h:1/2", "redis://h:1/2"),

@@ -129,13 +129,6 @@ def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench):
     assert watcher.counters["local_copy"] == 1, "read once, not at every poll"
 
 
-def test_what_was_seen_once_survives_a_restart_without_a_store(bench):
-    bench.store.put(curve_document())
-    bench.watcher().close()
-    bench.server.stop()
-    assert bench.watcher().curve() is not None
-
-
 def test_a_broken_local_copy_is_a_miss_and_logged_once(bench, caplog):
     bench.local.save(curve_document())
     bench.local.path(curve_document().key).write_text('{"half a docu')

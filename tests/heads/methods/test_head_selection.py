@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
@@ -139,14 +139,6 @@ def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatc
     assert keeper.select(scores, FOUR, Target(budget=0.05)).ca_heads == ((0, 1, 3),)
     both = Target(share=0.75, budget=0.2)
     assert keeper.select(scores, FOUR, both).ca_heads == ((0, 1, 3),)
-
-
-@given(st.floats(0.001, 1.0), st.integers(1, 40), st.integers(1, 16))
-@settings(max_examples=50)
-def test_a_share_is_whole_heads_and_at_least_one(share: float, layers: int, heads: int) -> None:
-    count = Target(share=share).num_heads(shape(layers, heads))
-    assert 1 <= count <= layers * heads
-    assert abs(count - share * layers * heads) <= 1
 
 
 def test_errors_name_the_argument_and_the_valid_values() -> None:
