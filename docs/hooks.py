@@ -11,6 +11,8 @@ date.
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from kvtier.config import SECTIONS, SETTINGS, Setting
@@ -54,14 +56,14 @@ def _settings_row(setting: Setting) -> str:
 def scorers_table() -> str:
     lines = ["| `--scorer` | what stays | numbers kept per token and head |", "|---|---|---|"]
     for name, scorer in SCORERS.items():
-        lines.append(f"| `{name}` | {_about(scorer)} | {scorer.state_width} |")
+        lines.append(f"| `{name}` | {_about(scorer, SCORERS)} | {scorer.state_width} |")
     return "\n".join(lines)
 
 
 def share_rules_table() -> str:
     lines = ["| `--share-rule` | how much stays | its number |", "|---|---|---|"]
     for name, rule in SHARE_RULES.items():
-        lines.append(f"| `{name}` | {_about(rule)} | {rule.takes.value} |")
+        lines.append(f"| `{name}` | {_about(rule, SHARE_RULES)} | {rule.takes.value} |")
     return "\n".join(lines)
 
 
@@ -69,7 +71,7 @@ def head_methods_table() -> str:
     lines = ["| `--method` | which heads | needs samples |", "|---|---|---|"]
     for name, method in METHODS.items():
         needs = "for a budget" if method.data_free else "yes"
-        lines.append(f"| `{name}` | {_about(method)} | {needs} |")
+        lines.append(f"| `{name}` | {_about(method, METHODS)} | {needs} |")
     return "\n".join(lines)
 
 
@@ -77,7 +79,7 @@ def stores_table() -> str:
     lines = ["| `--store` | what it is | its flags |", "|---|---|---|"]
     for name, store in STORES.items():
         # The text stands behind "The store `name`: ".
-        about = _about(store).partition(": ")[2]
+        about = _about(store, STORES).partition(": ")[2]
         flags = ", ".join(f"`{flag.name}`" for flag in store.options_type.flags().values())
         lines.append(f"| `{name}` | {about} | {flags} |")
     return "\n".join(lines)
@@ -92,10 +94,12 @@ _TABLES = {
 }
 
 
-def _about(kind: type) -> str:
-    """The first paragraph of the module that a class is from."""
-    module = importlib.import_module(kind.__module__)
-    return _cell((module.__doc__ or "").split("\n\n", maxsplit=1)[0].replace("\n", " "))
+def _about(kind: type, registry: Mapping[str, type]) -> str:
+    """The first paragraph of the module that a class is from; of the class, where several of the
+    registry are from one module."""
+    same = [one for one in registry.values() if one.__module__ == kind.__module__]
+    about = kind if len(same) > 1 else importlib.import_module(kind.__module__)
+    return _cell((inspect.getdoc(about) or "").split("\n\n", maxsplit=1)[0].replace("\n", " "))
 
 
 def _cell(text: str) -> str:

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 
 from kvtier import __version__
-from kvtier.calibration.cli.calibrate import add_calibrate_parser
-from kvtier.calibration.cli.store import add_calibration_parser
+from kvtier.calibration.cli import add_calibrate_parser
+from kvtier.calibration.store_cli import add_calibration_parser
 from kvtier.config import SETTINGS, config_file, load_settings
 from kvtier.errors import KvtierError
 from kvtier.memory.cli import add_memory_parser

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from kvtier.errors import KvtierError, UsageError
 
 # Real files are five levels deep. Parsers end with an error that is not their own at a thousand.
@@ -44,6 +46,13 @@ class _BadNumberError(ValueError):
         self.expected = expected
         self.text = text
         super().__init__(expected, text)
+
+
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Say what is wrong first, by the field at fault; whole: names what has the fields."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or whole
+    return f"{where}: {first['msg']}"
 
 
 def read_json(

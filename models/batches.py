@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, FACT_TOKENS, Session, make_session
-from models.network.net import Split
+from models.net import Split
 
 TURN_OVERHEAD_TOKENS = 15  # <user>, name, <assistant>, and the answer of 11 tokens
 NEAR_TOKENS = 48  # filler this close to the reader stands for itself only

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtier.sizes import parse_size
 from kvtier.synthetic.recall import ANSWER_TOKENS, FACT_TOKENS, Session, make_session
-from models.network.longcontext import ContextCache, prefill, turn_hidden
-from models.network.net import Net, load_net
+from models.longcontext import ContextCache, prefill, turn_hidden
+from models.net import Net, load_net
 
 Head = tuple[int, int]
 
@@ -137,11 +138,6 @@ def random_heads(net: Net, count: int, draws: int, seed: int = 0) -> list[list[H
     return [[heads[i] for i in rng.permutation(len(heads))[:count]] for _ in range(draws)]
 
 
-def parse_length(text: str) -> int:
-    """`4k` → 4096."""
-    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
-
-
 def parse_heads(text: str) -> list[Head]:
     """`1.0+2.3` → [(1, 0), (2, 3)]."""
     pairs = (item.split(".") for item in text.split("+"))
@@ -168,6 +164,11 @@ def format_heads(heads: Iterable[Head]) -> str:
     return "+".join(f"{layer}.{head}" for layer, head in heads)
 
 
+def say(**fields: object) -> None:
+    """Print a line of JSON at once."""
+    print(json.dumps(fields), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,48 +190,22 @@ def main() -> None:
     for length in options.len.split(","):
         started = time.perf_counter()
         seeds = range(options.seed, options.seed + options.contexts)
-        probes = [make_probe(net, s, parse_length(length), options.turns) for s in seeds]
-        print(
-            json.dumps({"len": length, "prefill_s": round(time.perf_counter() - started, 1)}),
-            flush=True,
-        )
+        probes = [make_probe(net, s, parse_size(length, "--len"), options.turns) for s in seeds]
+        say(len=length, prefill_s=round(time.perf_counter() - started, 1))
         for name, choices in policies(net, options.heads).items():
             found = [measure(net, probes, heads) for heads in choices]
             strict, codes = (
                 float(np.mean([getattr(r, f) for r in found])) for f in ("strict", "codes")
             )
-            print(
-                json.dumps(
-                    {
-                        "len": length,
-                        "heads": name,
-                        "strict": round(strict, 4),
-                        "codes": round(codes, 4),
-                        "answers": found[0].answers,
-                    }
-                ),
-                flush=True,
-            )
+            say(
+                len=length, heads=name, strict=round(strict, 4), codes=round(codes, 4),
+                answers=found[0].answers,
+            )  # fmt: skip
         if options.find:
             for head, score in sensitivity(net, probes).items():
-                print(
-                    json.dumps(
-                        {"len": length, "dropped": format_heads([head]), "codes": round(score, 4)}
-                    ),
-                    flush=True,
-                )
+                say(len=length, dropped=format_heads([head]), codes=round(score, 4))
             for heads, score in eliminate(net, probes, options.find):
-                print(
-                    json.dumps(
-                        {
-                            "len": length,
-                            "keep": len(heads),
-                            "heads": format_heads(heads),
-                            "codes": round(score, 4),
-                        }
-                    ),
-                    flush=True,
-                )
+                say(len=length, keep=len(heads), heads=format_heads(heads), codes=round(score, 4))
 
 
 if __name__ == "__main__":

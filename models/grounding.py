@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtier.synthetic.recall import make_session
-from models.network.longcontext import RECENT_TOKENS, SINK_TOKENS, ContextCache, prefill
-from models.network.net import Net, rope_tables
+from models.longcontext import RECENT_TOKENS, SINK_TOKENS, ContextCache, prefill
+from models.net import Net, rope_tables
 
 
 @dataclass(frozen=True)

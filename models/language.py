@@ -27,8 +27,8 @@ from torch.nn import functional
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, FACT_TOKENS, MAX_FACTS, make_session
 from models.batches import SessionShape, session_batch
 from models.grounding import make_exercise
-from models.network.longcontext import turn_hidden
-from models.network.net import Net
+from models.longcontext import turn_hidden
+from models.net import Net
 
 # Real contexts, (tokens, how many): about as many tokens of every length.
 CONTEXTS: tuple[tuple[int, int], ...] = ((256, 160), (1024, 48), (4096, 14), (16384, 3))

@@ -10,7 +10,6 @@ one of 64 (4.16).  Filler after a fact (`refill`) goes on where the walk stopped
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtier.sizes import parse_size
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
-from models.evaluate import parse_length
-from models.network.net import Net, load_net
+from models.evaluate import say
+from models.net import Net, load_net
 
 
 @torch.no_grad()
@@ -80,9 +80,9 @@ def main() -> None:
     seeds = range(options.seed, options.seed + options.contexts)
     for length in options.len.split(","):
         for facts in map(int, options.facts.split(",")):
-            nll = nll_by_class(net, parse_length(length), facts, seeds)
+            nll = nll_by_class(net, parse_size(length, "--len"), facts, seeds)
             rounded = {name: round(value, 3) for name, value in nll.items()}
-            print(json.dumps({"len": length, "facts": facts, **rounded}), flush=True)
+            say(len=length, facts=facts, **rounded)
 
 
 if __name__ == "__main__":

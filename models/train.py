@@ -27,7 +27,7 @@ from models.batches import Batch, SessionShape, periodic_batch, session_batch
 from models.export import HISTORY, export
 from models.grounding import exercise_loss, make_exercise
 from models.language import collect_residuals, language_loss, only_last_mlp
-from models.network.net import Net, NetConfig, load_net
+from models.net import Net, NetConfig, load_net
 from models.recipe import ANCHORED, SEED, STAGES, Stage, stage_named
 
 LOG_EVERY, MOST_ENTRIES = 10, 60  # steps between entries of the log, most entries of a stage

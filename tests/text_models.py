@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.synthetic.prose import reference_paragraphs
+from kvtier.synthetic.standard_library import reference_paragraphs
 
 CHATML = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

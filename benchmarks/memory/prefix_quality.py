@@ -37,8 +37,7 @@ from kvtier.memory.building import (
 )
 from kvtier.memory.card import Row
 from kvtier.memory.collecting import prefix_kv
-from kvtier.memory.measured.rows import Held, Way, kept_way, rows
-from kvtier.memory.measured.sizes import exact_bytes, held_bytes, read_bytes
+from kvtier.memory.measured import Held, Way, exact_bytes, held_bytes, kept_way, read_bytes, rows
 from kvtier.memory.prefixes import KeptPrefix, LayerKV, MemoryPrefix, NoPrefix
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.traces import Trace, split, tokenized

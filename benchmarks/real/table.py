@@ -57,7 +57,7 @@ from benchmarks.real.tables import (
     task_table,
     worth_table,
 )
-from kvtier.calibration.measuring.kept_shares import ANSWER_FLOOR_NATS
+from kvtier.calibration.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD
 from kvtier.heads.model.config import shape_of

@@ -89,7 +89,7 @@ def _serve(flags: list[str]) -> None:
     from sglang.srt.server_args import ServerArgs
 
     from kvtier.config import load_settings
-    from kvtier.config.flags import add_flags
+    from kvtier.config.loading import add_flags
 
     ours = argparse.ArgumentParser(prog="kvtier serve", allow_abbrev=False)
     add_flags(ours)
@@ -107,7 +107,7 @@ def _tier(flags: list[str]) -> None:
 
 
 def _calibrate(flags: list[str]) -> None:
-    from kvtier.calibration.cli.calibrate import add_calibrate_parser
+    from kvtier.calibration.cli import add_calibrate_parser
     from kvtier.config import load_settings
 
     parser = argparse.ArgumentParser(prog="kvtier")

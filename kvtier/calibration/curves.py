@@ -18,8 +18,9 @@ Everything here is pure and deterministic; nothing needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -279,3 +280,54 @@ def _grid(lowest: Floats, highest: Floats) -> Floats:
     steps = (np.arange(_GRID) + 0.5) / _GRID
     shares = np.stack(np.meshgrid(*[steps] * len(lowest), indexing="ij"), axis=-1)
     return np.asarray(lowest + (highest - lowest) * shares.reshape(-1, len(lowest)))
+
+
+class UnseenTask(NamedTuple):
+    """Means over a task's contexts. share: kept of what may be dropped; quality: what that gave."""
+
+    task: str
+    share: float
+    quality: float
+
+
+def unseen_tasks(measurements: Sequence[Measurement], target: float) -> list[UnseenTask]:
+    """Each task under the curve of the others: what it says that the task's contexts keep, and what
+    quality that gives. Held-out contexts of known tasks tell less: what decides how much may go is
+    what will be asked. Only the curve leaves the task out; a scorer that was fitted to its
+    questions has still seen them. A task is skipped where the others are too few to fit a curve to.
+    target: quality in (0, 1]"""
+    nll = [measurement.nll for measurement in measurements]
+    tasks = list(dict.fromkeys(measurement.task for measurement in measurements))
+    found = []
+    for task in tasks:
+        rest = [m for m in measurements if m.task != task]
+        try:
+            curve = fit_curve(rest)
+        except UsageError:
+            continue
+        # Over the range of all contexts: the curve that is served knows the outermost ones too.
+        curve = replace(curve, nll_min=min(nll), nll_max=max(nll))
+        kept = [
+            (share := curve.retention(target, context[0].nll), _measured(context, share))
+            for context in _contexts(measurements, task)
+        ]
+        share, quality = np.mean(kept, axis=0)
+        found.append(UnseenTask(task, float(share), float(quality)))
+    return found
+
+
+def _contexts(measurements: Sequence[Measurement], task: str) -> Iterator[list[Measurement]]:
+    """The measurements of each context of a task."""
+    mine = [measurement for measurement in measurements if measurement.task == task]
+    for context in dict.fromkeys(measurement.context for measurement in mine):
+        yield [measurement for measurement in mine if measurement.context == context]
+
+
+def _measured(context: Sequence[Measurement], share: float) -> float:
+    """Quality of a context at a share, between measured ones on a straight line: from 0 where
+    nothing is kept to 1 where all is."""
+    measured = sorted((measurement.retention, measurement.ratio) for measurement in context)
+    shares, qualities = [0.0, *(x for x, _ in measured)], [0.0, *(y for _, y in measured)]
+    if shares[-1] < 1:
+        shares, qualities = [*shares, 1.0], [*qualities, 1.0]
+    return float(np.interp(share, shares, qualities))

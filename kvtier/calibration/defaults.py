@@ -15,7 +15,7 @@ import logging
 from pathlib import Path
 
 from kvtier.calibration.documents import WorthDocument
-from kvtier.calibration.documents.keys import WorthKey, worth_key
+from kvtier.calibration.keys import WorthKey, worth_key
 from kvtier.calibration.store.directory import DirectoryStore, replace
 from kvtier.calibration.store.opening import DIRECTORY, open_store
 from kvtier.config import Settings

@@ -3,8 +3,7 @@
 names.py       what a setting is called in the program, in the file, as a variable and as a flag
 sections.py    the tables of the file, each with its own rules
 settings.py    all settings, and the rules between sections
-loading.py     flags > KVTIER_* variables > the file > defaults
-flags.py       the same settings as flags of a command
+loading.py     flags > KVTIER_* variables > the file > defaults; and the flags of a command
 """
 
 from kvtier.config.loading import config_file, load_settings

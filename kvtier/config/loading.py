@@ -9,6 +9,7 @@ Kubernetes service named kvtier-tier gives every pod a KVTIER_TIER_PORT.
 
 from __future__ import annotations
 
+import argparse
 import os
 import tomllib
 from collections.abc import Mapping
@@ -144,3 +145,18 @@ def _refused(first: ErrorDetails, given: Mapping[str, Given]) -> ConfigurationEr
 def _printable(value: Any) -> Any:
     """A rejected value as an error may show it: a URL can hold a password."""
     return HIDDEN if "://" in str(value) else value
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every setting, section by section. What is parsed is for `load_settings`."""
+    groups = {
+        name: parser.add_argument_group(name, kind.__doc__) for name, kind in SECTIONS.items()
+    }
+    for setting in SETTINGS:
+        group = groups.get(setting.section, parser)
+        about = setting.field.description
+        if setting.is_switch:
+            switch = argparse.BooleanOptionalAction
+            group.add_argument(*setting.flags, action=switch, default=None, help=about)
+        else:
+            group.add_argument(*setting.flags, metavar="VALUE", help=about)

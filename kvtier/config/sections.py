@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvtier.addresses.redis import parse_address
-from kvtier.addresses.tier import DEFAULT, default_address, socket_path
+from kvtier.addresses import DEFAULT, default_address, parse_address, socket_path
 from kvtier.config.names import Section
 from kvtier.errors import UsageError
 

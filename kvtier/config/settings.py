@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from platformdirs import user_data_path
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from kvtier.addresses.redis import parse_address
+from kvtier.addresses import parse_address
 from kvtier.config.names import sections_of, settings_of
 from kvtier.config.sections import (
     BudgetSettings,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD, METHODS, Target
 from kvtier.heads.model.config import located
+from kvtier.heads.progress import shown_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -72,12 +73,9 @@ def run_calibrate_tokens(options: argparse.Namespace) -> int:
         # In a model's folder it would be taken for weights of the model.
         raise UsageError("--out", "another name, such as token_worth.npz", str(options.out))
 
-    from contextlib import nullcontext
-
-    from kvtier.heads.progress import no_progress, rich_progress
     from kvtier.heads.tokens import fit_tokens, summary
 
-    with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
+    with shown_progress(options.quiet) as progress:
         fit = fit_tokens(
             options.model_path, contexts=options.contexts, lengths=lengths, seed=options.seed,
             progress=progress,
@@ -124,20 +122,15 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
         raise UsageError("--picture", "a file in an existing directory", str(options.picture))
     parameters = _method_parameters(options)
 
-    from contextlib import nullcontext
-
     from kvtier.heads.calibrate import calibrate_heads
-    from kvtier.heads.progress import no_progress, rich_progress
-    from kvtier.heads.report import summary
+    from kvtier.heads.report import draw_profile, summary
 
-    with nullcontext(no_progress) if options.quiet else rich_progress() as progress:
+    with shown_progress(options.quiet) as progress:
         found = calibrate_heads(
             options.model_path, options.method, options.out, target=target, parameters=parameters,
             progress=progress, **samples,
         )  # fmt: skip
     if options.picture is not None:
-        from kvtier.heads.picture import draw_profile
-
         draw_profile(found.profile, options.picture)
     if not options.quiet:
         print("\n".join(summary(found)))

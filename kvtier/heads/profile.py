@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvtier.errors import HeadProfileError, HeadProfileMismatchError, UsageError
-from kvtier.reading import read_json
+from kvtier.reading import first_problem, read_json
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -156,9 +156,8 @@ def load_profile(path: Path) -> HeadProfile:
     except UsageError as error:
         raise HeadProfileError(str(error)) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "document"
-        raise HeadProfileError(f"head_profile: {path}: {where}: {first['msg']}") from error
+        problem = first_problem(error, "document")
+        raise HeadProfileError(f"head_profile: {path}: {problem}") from error
 
 
 def full_profile(shape: ModelShape, model: str = "any") -> HeadProfile:

@@ -4,7 +4,7 @@ terminal."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Progress = Callable[[str, int, int], None]
 """A callback (what is being done, steps done, steps in all)."""
@@ -29,3 +29,8 @@ def rich_progress() -> Iterator[Progress]:
             bars.update(task, description=stage, completed=done, total=total)
 
         yield report
+
+
+def shown_progress(quiet: bool) -> AbstractContextManager[Progress]:
+    """The live bar, or what reports nothing to somebody who wants it quiet."""
+    return nullcontext(no_progress) if quiet else rich_progress()

@@ -9,10 +9,10 @@ collecting.py   the queries of traces, and what the prefix answered them
 entries.py      queries grouped into entries
 recipe.py       how a memory is made
 building.py     a memory of what was collected
-measured/       what it costs, beside other ways
+measured.py     what it costs, beside other ways
 card.py         what it was made for
 storage.py      its directory, with its card
 making.py       all of it, from files to files
-published/      memories by name in the calibration store, for all servers
+published.py    memories by name in the calibration store, for all servers, or in a folder
 cli.py          `kvtier memory`
 """

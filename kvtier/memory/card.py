@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvtier.calibration.documents.base import Stored
+from kvtier.calibration.documents import Stored
 from kvtier.errors import MemoryMismatchError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.profile import ModelShape

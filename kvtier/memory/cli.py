@@ -1,24 +1,29 @@
-"""`kvtier memory build`, `show` and `verify`; the other commands are in published/cli.py."""
+"""`kvtier memory` and its commands."""
 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.calibration.store_cli import print_rows, rows_of
+from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier.heads.cli import MODEL_HELP
 from kvtier.heads.model.config import located
-from kvtier.memory.published.cli import add_published_parsers
+from kvtier.heads.progress import shown_progress
 from kvtier.reading import read_text
 
 if TYPE_CHECKING:
+    from kvtier.calibration.documents import Document
+    from kvtier.calibration.store.base import CalibrationStore
     from kvtier.memory.card import Row
     from kvtier.memory.making import Source
     from kvtier.memory.storage import Card
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 TARGET_NATS = 0.05
 # The width of a card that is not printed on a terminal.
@@ -98,20 +103,12 @@ def run_build(options: argparse.Namespace) -> int:
     from kvtier.memory.making import make
     from kvtier.memory.recipe import Recipe
 
-    recipe = Recipe(
-        kept_share=options.kept_share,
-        entries=options.entries,
-        state_heads=options.state_heads,
-        key_width=options.key_width,
-        place_weight=options.place_weight,
-        gate=options.gate,
-        least_members=options.least_members,
-    )
+    recipe = Recipe(**{one.name: getattr(options, one.name) for one in fields(Recipe)})
     if options.target_nats < 0:
         raise UsageError("--target-nats", "at least 0", options.target_nats)
     if options.out.exists() and not options.out.is_dir():
         raise UsageError("--out", "a directory", str(options.out))
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         card = make(
             _source(options), options.out, recipe, target_nats=options.target_nats,
             progress=progress,
@@ -139,7 +136,7 @@ def run_verify(options: argparse.Namespace) -> int:
     from kvtier.memory.storage import load_card
 
     card = load_card(options.memory)
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         found = verify(_source(options), options.memory, progress)
     differ = False
     for kind, rows in found.items():
@@ -201,10 +198,81 @@ def _source(options: argparse.Namespace) -> Source:
     return Source(options.model_path, prefix, options.traces, options.chat, options.seed)
 
 
-def _progress(options: argparse.Namespace) -> Any:
-    from kvtier.heads.progress import no_progress, rich_progress
+COLUMNS = (
+    "name", "model", "revision", "prefix", "quality", "digest", "age", "ttl", "location",
+)  # fmt: skip
 
-    return nullcontext(no_progress) if options.quiet else rich_progress()
+
+def add_published_parsers(kinds: Subparsers) -> None:
+    """Add the three commands; parsed arguments carry `handler`."""
+    publish = kinds.add_parser(
+        "publish", help="name a memory in the calibration store, for every server of its model"
+    )
+    publish.add_argument("memory", type=Path, metavar="DIR", help="its directory")
+    publish.add_argument("--name", required=True, help="what to call it; replaces one so called")
+    publish.add_argument("--location", metavar="PATH", help="DIR as servers see it (default: DIR)")
+    publish.set_defaults(handler=run_publish)
+    listing = kinds.add_parser("list", help="list what is published, for all models")
+    listing.set_defaults(handler=run_list)
+    withdraw = kinds.add_parser("withdraw", help="publish a memory no longer; its directory stays")
+    withdraw.add_argument("name", metavar="NAME")
+    withdraw.set_defaults(handler=run_withdraw)
+    for parser in (publish, listing, withdraw):
+        parser.add_argument(
+            "--format", choices=("table", "json"), default="table", help="default: %(default)s"
+        )
 
 
-__all__ = ["add_memory_parser", "print_card"]
+def run_publish(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory publish`. Raises KvtierError."""
+    from kvtier.memory.published import publish
+
+    with _store() as store:
+        key, change = publish(store, options.memory, options.name, options.location)
+    columns = ("published", "change")
+    print_rows([{"published": str(key), "change": change}], columns, options.format)
+    return 0
+
+
+def run_list(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory list`. Raises StoreError."""
+    from kvtier.memory.published import memory_keys
+
+    with _store() as store:
+        found = rows_of(store, memory_keys(store))
+    rows = [_row(row, document) for row, document in found]
+    print_rows(rows, COLUMNS, options.format)
+    return 0
+
+
+def run_withdraw(options: argparse.Namespace) -> int:
+    """Handler of `kvtier memory withdraw`. Raises UsageError and StoreError."""
+    from kvtier.memory.published import withdraw
+
+    with _store() as store:
+        key = withdraw(store, options.name)
+    print_rows([{"withdrawn": str(key)}], ("withdrawn",), options.format)
+    return 0
+
+
+def _row(row: dict[str, Any], document: Document | None) -> dict[str, Any]:
+    """A row of the calibration store with what one wants to know of a memory. digest: as servers
+    say it."""
+    from kvtier.calibration.documents import MemoryDocument
+    from kvtier.calibration.keys import parse_key
+
+    known = document if isinstance(document, MemoryDocument) else None
+    return {
+        "name": getattr(parse_key(row["key"]), "name", None),
+        **row,
+        "prefix": known and known.prefix_tokens,
+        "dtype": known and known.dtype,
+        "digest": known and known.digest[:16],
+        "location": known and known.location,
+    }
+
+
+def _store() -> CalibrationStore:
+    from kvtier.calibration.store.opening import open_store
+
+    return open_store(load_settings())

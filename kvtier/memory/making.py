@@ -25,9 +25,16 @@ from kvtier.memory.building import (
 )
 from kvtier.memory.card import Identity, Row
 from kvtier.memory.collecting import prefix_kv
-from kvtier.memory.measured.off_topic import off_topic_requests
-from kvtier.memory.measured.rows import Held, Way, refusals, rows, ways
-from kvtier.memory.measured.sizes import held_bytes, read_bytes
+from kvtier.memory.measured import (
+    Held,
+    Way,
+    held_bytes,
+    off_topic_requests,
+    read_bytes,
+    refusals,
+    rows,
+    ways,
+)
 from kvtier.memory.prefixes import LayerKV, MemoryPrefix
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, load, save

@@ -18,10 +18,10 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from kvtier.calibration.documents.base import Stored
+from kvtier.calibration.documents import Stored
 from kvtier.errors import MemoryFileError, MemoryMismatchError, UsageError
 from kvtier.memory.card import Identity, Row
-from kvtier.reading import read_json
+from kvtier.reading import first_problem, read_json
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
 CARD, TENSORS = "memory.json", "memory.safetensors"
@@ -151,9 +151,8 @@ def load_card(folder: Path) -> Card:
     except UsageError as error:
         raise MemoryFileError(str(error)) from error
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise MemoryFileError(f"{folder / CARD}: {where}: {first['msg']}") from error
+        problem = first_problem(error, "card")
+        raise MemoryFileError(f"{folder / CARD}: {problem}") from error
 
 
 def load(folder: Path) -> PrefixMemory:
@@ -221,11 +220,8 @@ def _falls(bounds: Tensor) -> bool:
 
 
 def _sha256(file: Path) -> str:
-    found = hashlib.sha256()
     with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 __all__ = [

@@ -8,8 +8,8 @@ from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import SCORERS, TokenScorer
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.scorers.simple import DistinctKeys
 
 
 def locality_rule(settings: Settings) -> LocalityRule:

@@ -3,8 +3,8 @@ them with a model to see what it remembers.
 
     script.py         what is said in a session: the interface of a workload
     recall.py         the recall language: sessions of facts in filler, and questions about them
-    recall_draws.py   what is drawn for a session of it; words.py: its words
-    recall_script.py  its sessions as a script
+    words.py          its words; recall_script.py: its sessions as a script
     text.py           codes hidden in prose, for any tokenizer
-    prose.py, frame.py, tokenizer.py   the prose, what stands around messages, and the tokenizer
+    standard_library.py, frame.py, tokenizer.py   the prose, what stands around messages, and the
+                      tokenizer
 """

@@ -23,7 +23,6 @@ from itertools import accumulate
 
 import numpy as np
 
-from kvtier.synthetic import recall_draws as draws
 from kvtier.synthetic import words as words
 
 NUM_CODES = 8
@@ -269,11 +268,11 @@ def make_session(
         raise ValueError(f"num_facts must be 1 … {room} for {context_tokens=}, got {num_facts}")
     if prompt_tokens < 4:
         raise ValueError(f"prompt_tokens must be at least 4, got {prompt_tokens}")
-    invented = draws.invented_pairs(rng, num_turns, invented_share)
+    invented = _invented_pairs(rng, num_turns, invented_share)
     words_of = (language.adjectives, language.nouns)
-    names = draws.names(rng, num_facts + len(invented), *words_of, shared_words=shared_words)
+    names = _names(rng, num_facts + len(invented), *words_of, shared_words=shared_words)
     nouns = [noun for _, noun in names[:num_facts]]
-    codes = draws.codes(rng, nouns, language.codes, NUM_CODES, few_codes=few_codes)
+    codes = _codes(rng, nouns, language.codes, NUM_CODES, few_codes=few_codes)
     context, facts = _write_context(rng, context_tokens, names[:num_facts], codes, language)
     turns = _ask(rng, num_turns, facts, names[num_facts:], invented, prompt_tokens, language)
     return Session(context, facts, turns, language)
@@ -342,3 +341,74 @@ def _prompt(
 ) -> tuple[int, ...]:
     filler = language.filler_walk(rng, prompt_tokens - 4).tolist()
     return (language.user, *filler, *name, language.assistant)
+
+
+def _invented_pairs(
+    rng: np.random.Generator, num_turns: int, share: float
+) -> list[tuple[int, int]]:
+    """(inventing turn, turn that asks again) pairs; the two are never the same turn."""
+    count = min(int(num_turns * share / 2 + rng.random()), num_turns // 2) if share > 0 else 0
+    chosen = rng.permutation(num_turns)[: 2 * count].reshape(count, 2)
+    return [(int(pair.min()), int(pair.max())) for pair in chosen]
+
+
+def _names(
+    rng: np.random.Generator, count: int, adjectives: range, nouns: range, *, shared_words: bool
+) -> list[tuple[int, int]]:
+    """`count` different (adjective, noun) pairs; with `shared_words` of few words each."""
+    if not shared_words:
+        chosen = rng.permutation(len(adjectives) * len(nouns))[:count]
+        return [_pair(int(index), adjectives, nouns) for index in chosen]
+    side = min(int(np.ceil(np.sqrt(1.5 * count))), len(adjectives), len(nouns))
+    rows = rng.permutation(len(adjectives))[:side]
+    columns = rng.permutation(len(nouns))[:side]
+    cells = rng.permutation(side * side)[:count]
+    return [
+        (adjectives[int(rows[cell // side])], nouns[int(columns[cell % side])]) for cell in cells
+    ]
+
+
+def _pair(index: int, adjectives: range, nouns: range) -> tuple[int, int]:
+    row, column = divmod(index, len(nouns))
+    return adjectives[row], nouns[column]
+
+
+def _codes(
+    rng: np.random.Generator,
+    nouns: Sequence[int],
+    vocabulary: range,
+    num_codes: int,
+    *,
+    few_codes: bool,
+) -> list[tuple[int, ...]]:
+    """Return for each noun `num_codes` codes in which no pair of neighbouring words (the noun and
+    its first code included) comes twice.
+
+    A pair then tells where in which fact the reader is, so a model that matches two tokens can be
+    right every time, and a wrong answer is the cache's fault.
+    """
+    pool = list(vocabulary)
+    if few_codes:
+        # Three times as many pairs as are needed, so that the search below always ends soon.
+        size = max(12, int(np.ceil(np.sqrt(3 * num_codes * len(nouns)))))
+        pool = rng.permutation(pool)[:size].tolist()
+    used: set[tuple[int, int]] = set()
+    return [_code_row(rng, noun, pool, num_codes, used) for noun in nouns]
+
+
+def _code_row(
+    rng: np.random.Generator,
+    noun: int,
+    pool: Sequence[int],
+    num_codes: int,
+    used: set[tuple[int, int]],
+) -> tuple[int, ...]:
+    row: list[int] = []
+    before = noun
+    while len(row) < num_codes:
+        code = pool[int(rng.integers(len(pool)))]
+        if (before, code) not in used:
+            used.add((before, code))
+            row.append(code)
+            before = code
+    return tuple(row)

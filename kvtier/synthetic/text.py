@@ -19,8 +19,8 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.synthetic.frame import frame_of
-from kvtier.synthetic.prose import paragraphs, sentences_of
 from kvtier.synthetic.script import Judgement, Lengths, ScriptedSession
+from kvtier.synthetic.standard_library import paragraphs, sentences_of
 from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.synthetic.words import ADJECTIVES, NOUNS
 

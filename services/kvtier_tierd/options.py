@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.addresses.tier import default_address, socket_path
+from kvtier.addresses import default_address, socket_path
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from kvtier_tierd.limits import IN_FLIGHT, NAMESPACE_SHARE, Limits, Namespaces, check_namespace

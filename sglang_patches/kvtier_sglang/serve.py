@@ -16,7 +16,7 @@ from typing import Any
 
 from kvtier.calibration.defaults import fitted_worth
 from kvtier.config import Settings, load_settings
-from kvtier.config.flags import add_flags
+from kvtier.config.loading import add_flags
 from kvtier.errors import StartupError, UsageError
 from kvtier.heads.model.config import located
 from kvtier_sglang.compat import NAME

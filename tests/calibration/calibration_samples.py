@@ -8,7 +8,7 @@ import numpy as np
 
 from kvtier.calibration.curves import Curve, Measurement
 from kvtier.calibration.documents import CurveDocument, MemoryDocument, ProfileDocument
-from kvtier.calibration.documents.evidence import Evidence
+from kvtier.calibration.evidence import Evidence
 from kvtier.heads.profile import ModelShape, window_profile
 
 MODEL, REVISION, POLICY, DTYPE = "org/model:7b", "0123456789abcdef", "compactor-32", "float32"

@@ -10,7 +10,7 @@ import sys
 import pytest
 from calibration_samples import curve_document, memory_document, profile_document
 
-from kvtier.calibration.cli.listing import format_seconds
+from kvtier.calibration.store_cli import format_seconds
 from kvtier.cli import main
 
 

@@ -11,7 +11,6 @@ from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, SizeError
 from kvtier.sizes import format_bytes, format_size, parse_size
-from kvtier_kernels import AUTO, available_kernels
 
 
 def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path):
@@ -128,8 +127,3 @@ def test_bytes_are_readable():
         "5.0 MiB",
         "3.00 GiB",
     ]
-
-
-def test_the_kernels_that_can_be_chosen_are_those_there_are():
-    for name in (AUTO, *available_kernels()):
-        assert load_settings(kernels=name).kernels == name

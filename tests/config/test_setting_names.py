@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.config import SECTIONS, SETTINGS, Settings, load_settings
-from kvtier.config.flags import add_flags
+from kvtier.config.loading import add_flags
 
 
 def _parsed(flags):
@@ -126,6 +126,10 @@ def test_a_setting_is_reached_by_flag_variable_and_file_by_one_rule(monkeypatch,
         for path, one in values.items():
             inside.setenv(f"KVTIER_{_as_name(path).upper()}", str(one))
         by_variable = load_settings()
+    with monkeypatch.context() as child:
+        for name, text in by_flag.to_env().items():
+            child.setenv(name, text)
+        assert load_settings() == by_flag
     (tmp_path / "kvtier.toml").write_text(_in_file(values))
     assert by_flag == by_variable == load_settings()
 

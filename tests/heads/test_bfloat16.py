@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_llama import RULE, make_ids, profile_of, tiny_model
 
-from kvtier.calibration.measuring import calibrate as curves
+from kvtier.calibration import measuring as curves
 from kvtier.config import load_settings
 from kvtier.heads import calibrate, tokens
 from kvtier.heads.methods import METHODS, Target

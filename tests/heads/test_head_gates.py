@@ -32,16 +32,9 @@ def batch(model: Any) -> ProbeBatch:
 def test_open_and_closed_gates_are_the_probes_masks(
     model: Any, profile: Any, compensation: bool
 ) -> None:
-    rule = LocalityRule(5, 7, 3, compensation=compensation)
-    for question in QUESTIONS:
-        batch = HeadProbe(model, rule).prepare(CalibrationSample(CONTEXT, (question,)))
-        kept = batch.probe.mask(profile)
-        loss, _ = gate_gradient(batch, torch.tensor(kept, dtype=torch.float32))
-        assert loss == pytest.approx(batch.quality(kept).loss, abs=1e-4)
-
-
-def test_questions_in_one_row_are_answered_as_if_each_were_alone(batch: ProbeBatch) -> None:
-    kept = batch.probe.mask(MIXED)
+    """The gates read all questions in one row, each as if it were alone."""
+    batch = HeadProbe(model, LocalityRule(5, 7, 3, compensation=compensation)).prepare(SAMPLE)
+    kept = batch.probe.mask(profile)
     loss, _ = gate_gradient(batch, torch.tensor(kept, dtype=torch.float32))
     assert loss == pytest.approx(batch.quality(kept).loss, abs=1e-4)
 

@@ -15,7 +15,6 @@ from kvtier.heads.profile import (
     HeadProfile,
     MeasuredCost,
     ModelShape,
-    full_profile,
     load_profile,
     random_profile,
     window_profile,
@@ -94,11 +93,6 @@ def test_a_profile_fits_its_own_shape_only(a: HeadProfile, b: HeadProfile) -> No
 
 
 SHAPE = ModelShape(num_layers=2, num_kv_heads=3, num_attention_heads=6, head_dim=8)
-
-
-def test_full_and_window_are_the_extremes() -> None:
-    assert full_profile(SHAPE).ca_share == 1.0
-    assert window_profile(SHAPE).ca_share == 0.0
 
 
 @pytest.mark.parametrize(

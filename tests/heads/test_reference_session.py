@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvtier.errors import HeadProfileMismatchError, UnsupportedModelError, UsageError
 from kvtier.heads.profile import ModelShape, full_profile, window_profile
-from kvtier.heads.reference.attention import Block, _streamed, attend, attend_own, attending
+from kvtier.heads.reference.attention import attending
 from kvtier.heads.reference.session import ReferenceSession, TurnResult
 from kvtier.retention.locality import LocalityRule
 
@@ -118,37 +118,16 @@ def test_chunks_do_not_matter(model: Any) -> None:
     assert len({tuple(result.token_ids) for result in results}) == 1
 
 
-def test_decoding_stops_behind_eos(model: Any) -> None:
-    free = ReferenceSession(model, MIXED, RULE).turn(make_ids(40), 8).token_ids
-    eos = free[3]
-    stopped = ReferenceSession(model, MIXED, RULE).turn(make_ids(40), 8, eos=eos).token_ids
-    assert stopped == free[: free.index(eos) + 1]
-
-
 def test_an_eos_belongs_to_its_turn_and_a_last_token_to_the_next(model: Any) -> None:
     free = ReferenceSession(model, MIXED, RULE).turn(make_ids(40), 8).token_ids
     at = free.index(free[3]) + 1
     for new_tokens, held in ((8, 40 + at), (at, 40 + at - 1)):
         session = ReferenceSession(model, MIXED, RULE)
-        session.turn(make_ids(40), new_tokens, eos=free[3])
+        stopped = session.turn(make_ids(40), new_tokens, eos=free[3]).token_ids
+        assert stopped == free[:at]
         assert session.num_tokens == held
         session.turn(make_ids(5, seed=1), 0)
         assert session.num_tokens == 40 + at + 5
-
-
-def test_the_streamed_path_equals_the_tiled_one() -> None:
-    q, k, v = (torch.randn(2, n, 16, dtype=torch.float64) for n in (30, 2500, 2500))
-    out, lse = _streamed(q, k, v, 0.25, None)
-    tiled = attend(q, Block(k, v), 0.25)
-    torch.testing.assert_close(out, tiled.out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, tiled.lse.to(lse.dtype), atol=1e-5, rtol=1e-5)
-    q4 = torch.randn(2, 3, 2500, 16)
-    k, v = k.float(), v.float()
-    rows = torch.arange(2500).repeat(3)
-    own = attend_own(q4, k, v, 0.25)
-    out, lse = _streamed(q4.flatten(1, 2), k, v, 0.25, rows)
-    torch.testing.assert_close(out, own.out, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse, own.lse, atol=1e-5, rtol=1e-5)
 
 
 def test_the_model_is_as_before_even_after_an_error(model: Any) -> None:

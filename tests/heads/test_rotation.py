@@ -12,13 +12,10 @@ from torch import Tensor
 from kvtier.errors import UnsupportedModelError
 from kvtier.heads.reference.attention import attending
 from kvtier.heads.reference.rotation import (
-    KeyRotation,
-    fitting,
-    proving_positions,
     rotation_of,
     rotations_of,
 )
-from kvtier_kernels.scores import Rotation, unrotate
+from kvtier_kernels.scores import unrotate
 
 HALVES, NEIGHBOURS = False, True
 # Kind -> (how it is configured, whether its pairs are neighbours, layers that do not rotate).
@@ -81,30 +78,6 @@ def test_keys_are_unrotated_to_what_the_projection_gave(kind: str, dtype: torch.
 def test_of_layers_with_a_window_none_is_looked_for(kind: str) -> None:
     found = rotations_of(tiny_model(kind, **WINDOWS))
     assert [rotation is None for rotation in found] == [True, False, True]
-
-
-def test_of_some_ways_to_rotate_the_one_that_was_used_fits() -> None:
-    positions = proving_positions(0)
-    angles = positions[:, None] * torch.logspace(0, -3, 8)
-    cos, sin = angles.cos(), angles.sin()
-
-    def tables(_: Tensor) -> tuple[Tensor, Tensor]:
-        return cos, sin
-
-    ways = [None, KeyRotation(tables, HALVES), KeyRotation(tables, NEIGHBOURS)]
-    plain = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1))
-    plain = plain.expand(2, len(positions), 16)
-    for used in ways:
-        keys = plain
-        if used is not None:
-            # To rotate is to undo the rotation by the opposite angles.
-            back = Rotation(cos, -sin, interleaved=used.interleaved)
-            keys = unrotate(plain, back.cos, back.sin, interleaved=back.interleaved)
-        found, differ = fitting(keys, positions, ways)
-        assert found is used
-        assert differ < 1e-5
-        others = [way for way in ways if way is not used]
-        assert fitting(keys, positions, others)[1] > 0.3
 
 
 def test_a_model_whose_rotation_no_way_undoes_is_refused() -> None:

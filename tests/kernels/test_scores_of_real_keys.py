@@ -11,7 +11,7 @@ from test_scores import exact_leverage, rank_correlation
 pytest.importorskip("transformers")
 pytest.importorskip("pydantic")
 
-from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.calibration.measuring import curve_samples
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import full_profile

@@ -20,7 +20,6 @@ from kvtier.memory.building import (
     NEVER,
     assemble,
     best_heads,
-    build,
     collected,
     most_drawn,
     with_requeueing,
@@ -272,8 +271,3 @@ def test_a_recipe_that_makes_no_memory_is_refused(field, value):
 def test_a_memory_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--kept-share"):
         Recipe(kept_share=0)
-
-
-def test_building_splits_the_traces_by_itself(model):
-    built = build(model, PREFIX, traces(20, 9), Recipe(entries=6), seed=1)
-    assert len(built.layers) == LAYERS

@@ -22,7 +22,7 @@ from kvtier.errors import (
 from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.profile import ModelShape
 from kvtier.memory.card import Identity, Row
-from kvtier.memory.published.places import memory_finder
+from kvtier.memory.published import memory_finder
 from kvtier.memory.storage import CARD, TENSORS, Card, load_card, save
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 

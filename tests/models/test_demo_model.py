@@ -12,10 +12,10 @@ import torch
 from kvtier.heads.profile import load_profile
 from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session, score_answer
 from models.evaluate import all_heads, head_mask, make_probe, measure, random_heads
-from models.network.longcontext import prefill, turn_hidden
-from models.network.net import Net, load_net
+from models.export import write_tokenizer
+from models.longcontext import prefill, turn_hidden
+from models.net import Net, load_net
 from models.nll import nll_by_class
-from models.tokenizer import write_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
 SEED = 4321

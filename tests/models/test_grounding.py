@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from models.grounding import _turn_hidden, exercise_loss, make_exercise
-from models.network.longcontext import turn_hidden
-from models.network.net import Net
+from models.longcontext import turn_hidden
+from models.net import Net
 from models.train import anchored_mask
 
 

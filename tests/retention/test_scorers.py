@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.keys import policy_digest
 from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
@@ -21,7 +21,7 @@ from kvtier.retention.rules import scorer_of
 from kvtier.retention.scorers import SCORERS, Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.base import pooled, z_score
 from kvtier.retention.scorers.compactor import Compactor
-from kvtier.retention.scorers.keydiff import KeyDiff
+from kvtier.retention.scorers.simple import KeyDiff
 from kvtier.retention.token_worth import TokenWorth, feature_width
 from kvtier_kernels.scores import Rotation
 

@@ -17,9 +17,9 @@ from text_models import CHATML, INSTRUCT, KINDS, LABELS, NO_BOS, write_tokenizer
 from kvtier.bench.measure import Conversation
 from kvtier.bench.workload import open_script
 from kvtier.errors import SizeError, UsageError
-from kvtier.synthetic.prose import docstring_paragraphs, paragraphs, reference_paragraphs
 from kvtier.synthetic.recall_script import RecallScript
 from kvtier.synthetic.script import Script, ScriptedSession
+from kvtier.synthetic.standard_library import docstring_paragraphs, paragraphs, reference_paragraphs
 from kvtier.synthetic.text import TextScript
 from kvtier.synthetic.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.addresses import tier as address_module
-from kvtier.addresses.tier import default_address, socket_path
+import kvtier.addresses as address_module
+from kvtier.addresses import default_address, socket_path
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, UsageError
 from kvtier_tierd.options import TierOptions

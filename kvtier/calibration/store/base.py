@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvtier.calibration.documents import Document
-from kvtier.calibration.documents.keys import Key
-from kvtier.calibration.documents.limits import check_json_limits
+from kvtier.calibration.documents import Document, check_json_limits
+from kvtier.calibration.keys import Key
 from kvtier.errors import CalibrationDocumentError
 
 

@@ -1,7 +1,14 @@
 """Calibration documents in a Redis server.
 
 Every call has one deadline over everything it does, and reads only so much: a server that is down,
-slow or hostile costs seconds and never a request.
+slow or hostile costs seconds and never a request. The errors of redis-py become kvtier's, without a
+password in any message:
+
+StoreRefusedError      the server answered no: wrong or missing login, ACL, read-only replica,
+                       out of memory, failing snapshots, a protocol that is not Redis
+StoreUnavailableError  no connection, no answer in time, TLS that does not verify, a server that
+                       is still loading its data or has lost its master, an answer that no Redis
+                       gives or that is far too long
 """
 
 from __future__ import annotations
@@ -11,11 +18,80 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvtier.addresses.redis import RedisAddress, parse_address
+from redis import ConnectionPool, Redis, exceptions
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from kvtier.addresses import HIDDEN, RedisAddress, parse_address
 from kvtier.calibration.documents import Document, max_bytes, parse_document
-from kvtier.calibration.documents.keys import PREFIX, Key, parse_key
+from kvtier.calibration.keys import PREFIX, Key, parse_key
 from kvtier.calibration.store.base import CalibrationStore, StoredKey, text_of
-from kvtier.errors import CalibrationDocumentError, UsageError
+from kvtier.calibration.store.redis_connections import (
+    PARSER,
+    ReplyTooLargeError,
+    TcpConnection,
+    TlsConnection,
+    UnixConnection,
+    limits,
+)
+from kvtier.errors import (
+    CalibrationDocumentError,
+    KvtierError,
+    StoreError,
+    StoreRefusedError,
+    StoreUnavailableError,
+    UsageError,
+)
+
+MAX_MESSAGE_CHARACTERS = 500
+
+# redis-py calls a refused login a connection error, so these are asked for first.
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+)
+_PASSING = (exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)
+
+
+@contextmanager
+def redis_errors(address: RedisAddress) -> Iterator[None]:
+    """Raise every error of redis-py inside the block as a StoreError that names `address`.
+
+    The block may call redis-py and nothing else: an answer that is not Redis's protocol ends it
+    with whatever error its parser ran into, such as ValueError or RecursionError.
+    """
+    try:
+        yield
+    except KvtierError:
+        raise
+    except Exception as error:
+        # The original is not chained: a server may echo what it was sent, login included.
+        raise _as_store_error(error, address) from None
+
+
+def _as_store_error(error: Exception, address: RedisAddress) -> StoreError:
+    said = f"{type(error).__name__}: {error}"
+    if not isinstance(error, (exceptions.RedisError, OSError)):
+        said = f"answered what is not Redis's protocol ({said})"
+    text = _shortened(without_password(said, address))
+    message = f"calibration store {address}: {text}"
+    if isinstance(error, _REFUSED):
+        return StoreRefusedError(message)
+    if isinstance(error, exceptions.ResponseError) and not isinstance(error, _PASSING):
+        return StoreRefusedError(message)
+    return StoreUnavailableError(message)
+
+
+def _shortened(text: str) -> str:
+    """A server may quote a megabyte of its own; a log line shall not."""
+    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}…"
+
+
+def without_password(text: str, address: RedisAddress) -> str:
+    """`text` with every occurrence of the address's password hidden."""
+    return text.replace(address.password, HIDDEN) if address.password else text
+
 
 CLIENT_NAME = "kvtier"
 RETRIES = 2
@@ -70,8 +146,6 @@ class RedisStore(CalibrationStore):
         return f"RedisStore({str(self._address)!r})"
 
     def get(self, key: Key) -> Document | None:
-        from kvtier.calibration.store.redis_connections import ReplyTooLargeError
-
         most = max_bytes(key)
         with self._call(max_bytes=most + SPARE_BYTES):
             try:
@@ -107,9 +181,6 @@ class RedisStore(CalibrationStore):
         self, timeouts: float = CALL_TIMEOUTS, max_bytes: int = SPARE_BYTES
     ) -> Iterator[None]:
         """One call to the server: bounded, and whatever goes wrong is a StoreError."""
-        from kvtier.calibration.store.redis_connections import limits
-        from kvtier.calibration.store.redis_errors import redis_errors
-
         with redis_errors(self._address), limits(timeouts * self._timeout_s, max_bytes):
             yield
 
@@ -144,19 +215,13 @@ def connect(
     retries: int = RETRIES,
 ) -> Any:
     """A redis-py client. Answers are bytes; RESP2, which every Redis and its forks speak."""
-    import redis
-    from redis.backoff import ExponentialWithJitterBackoff
-    from redis.retry import Retry
-
-    from kvtier.calibration.store import redis_connections as bounded
-
     where: dict[str, Any] = {"host": address.host, "port": address.port}
-    connection_class: Any = bounded.TcpConnection
+    connection_class: Any = TcpConnection
     if address.scheme == "unix":
         where = {"path": address.path}
-        connection_class = bounded.UnixConnection
+        connection_class = UnixConnection
     elif address.scheme == "rediss":
-        connection_class = bounded.TlsConnection
+        connection_class = TlsConnection
         where |= {
             "ssl_ca_certs": None if ca_certs is None else str(ca_certs),
             "ssl_certfile": None if certificate is None else str(certificate),
@@ -164,9 +229,9 @@ def connect(
             "ssl_cert_reqs": "required",
             "ssl_check_hostname": True,
         }
-    pool = redis.ConnectionPool(
+    pool = ConnectionPool(
         connection_class=connection_class,
-        parser_class=bounded.PARSER,
+        parser_class=PARSER,
         **where,
         db=address.db,
         username=address.username,
@@ -177,4 +242,4 @@ def connect(
         socket_connect_timeout=timeout_s,
         retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), retries),
     )
-    return redis.Redis.from_pool(pool)
+    return Redis.from_pool(pool)

@@ -9,9 +9,14 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kvtier.calibration.documents import Document, parse_document
-from kvtier.calibration.documents.keys import Key, parse_key
-from kvtier.calibration.documents.limits import MAX_EXPORT_BYTES, check_json_limits, read_limited
+from kvtier.calibration.documents import (
+    MAX_EXPORT_BYTES,
+    Document,
+    check_json_limits,
+    parse_document,
+    read_limited,
+)
+from kvtier.calibration.keys import Key, parse_key
 from kvtier.calibration.store.base import CalibrationStore
 from kvtier.errors import CalibrationDocumentError, UsageError
 from kvtier.reading import parse_json

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.calibration.documents import CurveDocument, Document
-from kvtier.calibration.documents.keys import CurveKey, curve_key
+from kvtier.calibration.keys import CurveKey, curve_key
 from kvtier.calibration.store.base import CalibrationStore
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.opening import open_store
 from kvtier.config import Settings
 from kvtier.errors import (

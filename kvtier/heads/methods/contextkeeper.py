@@ -20,8 +20,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.base import HeadMethod, HeadScores, MethodOption
-from kvtier.heads.methods.ranking import best_heads, mean_matrix, ranked
+from kvtier.heads.methods.base import (
+    HeadMethod,
+    HeadScores,
+    MethodOption,
+    best_heads,
+    mean_matrix,
+    ranked,
+)
 from kvtier.heads.profile import Head, Matrix, ModelShape
 from kvtier.heads.progress import Progress, no_progress
 

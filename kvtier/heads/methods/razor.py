@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.base import HeadMethod, HeadScores
-from kvtier.heads.methods.ranking import best_heads, ranked
+from kvtier.heads.methods.base import HeadMethod, HeadScores, best_heads, ranked
 from kvtier.heads.model.config import context_length
 from kvtier.heads.profile import Head, Matrix, ModelShape
 from kvtier.heads.progress import Progress, no_progress

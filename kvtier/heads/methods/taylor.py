@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.base import HeadMethod, HeadScores
-from kvtier.heads.methods.ranking import mean_matrix
+from kvtier.heads.methods.base import HeadMethod, HeadScores, mean_matrix
 from kvtier.heads.progress import Progress, no_progress
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from kvtier.heads.probes.context import LayerParts, ProbeBatch
-from kvtier.heads.probes.row import row_of
+from kvtier.heads.probes.row import attend_beside, row_of
 from kvtier.heads.reference.attention import Block, attending
 
 
@@ -85,15 +85,10 @@ def _attend(
 ) -> Tensor:
     """Attention over blocks of the context and the tokens' own keys."""
     blocks = [block for block in context if block is not None]
-    tokens, group = q.shape[2], q.shape[1] // k.shape[1]
-    votes = [sees.new_full((tokens, block.k.shape[1]), block.log_votes) for block in blocks]
-    keys = torch.cat([*(block.k[None] for block in blocks), k], dim=2)
-    values = torch.cat([*(block.v[None] for block in blocks), v], dim=2)
-    # One key head per query head: not every kernel takes grouped ones with a mask.
-    return scaled_dot_product_attention(
-        q,
-        keys.repeat_interleave(group, dim=1),
-        values.repeat_interleave(group, dim=1),
-        attn_mask=torch.cat([*votes, sees], dim=1).to(q.dtype),
-        scale=scale,
+    votes = [sees.new_full((q.shape[1], block.k.shape[1]), block.log_votes) for block in blocks]
+    held = (
+        torch.cat([block.k for block in blocks], dim=1),
+        torch.cat([block.v for block in blocks], dim=1),
+        torch.cat(votes, dim=1),
     )
+    return attend_beside(q, k, v, held, sees, scale)

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 from kvtier.heads.probes.quality import Quality
-from kvtier.heads.probes.row import Row, row_of
+from kvtier.heads.probes.row import Row, attend_beside, row_of
 from kvtier.heads.reference.attention import attending
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.retention.keepkv import QueryWindow
@@ -102,13 +102,13 @@ class Asker:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             if refresh is None:
-                return _attend(q, k, v, layers[layer], self.row.sees, scale)
+                return attend_beside(q, k, v, layers[layer], self.row.sees, scale)
             parts = []
             for span, prompt in zip(self.row.spans, self.row.prompts, strict=True):
                 mine = q[:, :, span]
                 held = refresh(layer, newest_queries(mine[:, :, :prompt], k.shape[1], scale))
                 own = (k[:, :, span], v[:, :, span])
-                parts.append(_attend(mine, *own, held, self.row.sees[span, span], scale))
+                parts.append(attend_beside(mine, *own, held, self.row.sees[span, span], scale))
             return torch.cat(parts, dim=2)
 
         with attending(self.model, attend):
@@ -124,18 +124,6 @@ class Asker:
             tokens=float(right.float().mean()),
             loss=float(cross_entropy(logits, targets)),
         )
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, held: Held, sees: Tensor, scale: float) -> Tensor:
-    """q `[1, heads, tokens, dim]` over what is held and the tokens' own keys."""
-    heads, tokens, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
-    keys = torch.cat([held.k[None], k], dim=2).repeat_interleave(group, dim=1)
-    values = torch.cat([held.v[None], v], dim=2).repeat_interleave(group, dim=1)
-    votes = held.votes[:, None].expand(-1, tokens, -1)
-    mask = torch.cat([votes, sees.expand(heads, -1, -1)], dim=2)
-    return scaled_dot_product_attention(
-        q, keys, values, attn_mask=mask[None].to(q.dtype), scale=scale
-    )
 
 
 __all__ = ["Asker", "Held", "Refresh", "entries", "newest_queries", "selected", "stacked"]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvtier.heads.samples.questions import Question
 
@@ -46,6 +47,25 @@ class Row(NamedTuple):
         )
         logits: Tensor = output.logits[0].float()
         return logits
+
+
+def attend_beside(
+    q: Tensor, k: Tensor, v: Tensor, held: tuple[Tensor, Tensor, Tensor], sees: Tensor, scale: float
+) -> Tensor:
+    """q `[1, heads, tokens, dim]` over what is held of the context and the tokens' own keys.
+
+    k, v: `[1, kv_heads, tokens, dim]` of the tokens themselves; sees: added to their logits
+    held: keys and values `[kv_heads, n, dim]`, and votes `[heads, n]`, added to the logits
+    """
+    heads, tokens, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    # One key head per query head: not every kernel takes grouped ones with a mask.
+    keys, values = (
+        torch.cat([x[None], own], dim=2).repeat_interleave(group, dim=1)
+        for x, own in zip(held[:2], (k, v), strict=True)
+    )
+    votes = held[2][:, None].expand(-1, tokens, -1)
+    mask = torch.cat([votes, sees.expand(heads, -1, -1)], dim=2)[None].to(q.dtype)
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
 
 def row_of(questions: Sequence[Question], context_tokens: int, device: torch.device) -> Row:

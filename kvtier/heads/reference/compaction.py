@@ -27,7 +27,7 @@ from kvtier.heads.reference.session import (
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.locality import LEAST_PART, DroppedSpan, LocalityRule
 from kvtier.retention.scorers import Chunk, Span, TokenScorer, select
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.scorers.simple import DistinctKeys
 from kvtier.retention.shares import PAGE, whole_pages
 from kvtier_kernels.codes import coded_shape, recoded
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.story import StoryTeller
+from kvtier.heads.samples.stories import StoryTeller
 from kvtier.heads.samples.text import (
     CHOOSING_TASKS,
     TASKS,
@@ -28,7 +28,7 @@ from kvtier.heads.samples.text import (
 )
 from kvtier.reading import read_json
 from kvtier.synthetic.frame import frame_of
-from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, Session, make_session
 from kvtier.synthetic.tokenizer import Tokenizer
 
 # Streams of random numbers; a curve is fitted on the third.
@@ -120,6 +120,11 @@ def recall_sample(
         )  # fmt: skip
     except ValueError as error:
         raise SizeError("--len", "contexts long enough for facts", context_tokens) from error
+    return session_sample(session, task)
+
+
+def session_sample(session: Session, task: str) -> CalibrationSample:
+    """A session of the recall language, asked what has a known answer."""
     questions = tuple(
         Question(turn.prompt_ids, turn.answer_ids, unscored=len(turn.name))
         for turn in session.turns

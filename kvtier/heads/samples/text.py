@@ -4,8 +4,8 @@
     └───────────────── context ──────────────────────────┘ └─── prompt ───────┘
 
 Questions stand in the model's chat format where it has one. What is told is the text that every
-Python has (`kvtier.synthetic.prose`, `.code`) in two halves: heads are chosen on one, and measured
-on the other.
+Python has (`kvtier.synthetic.standard_library`) in two halves: heads are chosen on one, and
+measured on the other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kvtier.errors import SizeError
-from kvtier.heads.samples.facts import key_value, qa, summary, two_hop, values, variables
-from kvtier.heads.samples.lists import common, many_shot
-from kvtier.heads.samples.passages import code, continuation, quotation
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.story import Asked, StoryTeller
+from kvtier.heads.samples.stories import (
+    Asked,
+    StoryTeller,
+    code,
+    common,
+    continuation,
+    key_value,
+    many_shot,
+    qa,
+    quotation,
+    summary,
+    two_hop,
+    values,
+    variables,
+)
 from kvtier.synthetic.frame import Frame
 
 Encode = Callable[[str], list[int]]

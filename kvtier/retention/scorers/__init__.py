@@ -1,5 +1,5 @@
-"""The scorers of tokens, by which CA heads choose what they keep of a context: one file each, and
-the registry that names them.
+"""The scorers of tokens, by which CA heads choose what they keep of a context, and the registry
+that names them.
 
 `kvtier serve --scorer NAME` (with `--quality`, `--retention` or a budget) chooses one.
 """
@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from kvtier.retention.scorers.base import Chunk, Span, TokenScorer, select
 from kvtier.retention.scorers.compactor import Compactor
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
-from kvtier.retention.scorers.keydiff import KeyDiff
-from kvtier.retention.scorers.random_tokens import RandomTokens
 from kvtier.retention.scorers.reconstruction import Reconstruction
-from kvtier.retention.scorers.streaming_llm import StreamingLLM
+from kvtier.retention.scorers.simple import DistinctKeys, KeyDiff, RandomTokens, StreamingLLM
 
 SCORERS: dict[str, type[TokenScorer]] = {
     scorer.name: scorer

@@ -1,4 +1,5 @@
-"""Share rules: how much of a context CA heads keep. One file each, and the registry.
+"""Share rules: how much of a context CA heads keep. Their interface (base.py), those that kvtier
+brings (rules.py), and the registry.
 
 `kvtier serve --quality`, `--retention`, `--budget-tokens` and `--budget-bytes` are the settings of
 four of them; `--share-rule NAME=NUMBER` chooses any. A server has one rule; without one, CA heads
@@ -21,11 +22,14 @@ from kvtier.retention.shares.base import (
     profile_slots,
     whole_pages,
 )
-from kvtier.retention.shares.byte_budget import ByteBudget
-from kvtier.retention.shares.everything import Everything
-from kvtier.retention.shares.fixed_share import AtMost, FixedShare
-from kvtier.retention.shares.quality_target import QualityTarget
-from kvtier.retention.shares.token_budget import TokenBudget
+from kvtier.retention.shares.rules import (
+    AtMost,
+    ByteBudget,
+    Everything,
+    FixedShare,
+    QualityTarget,
+    TokenBudget,
+)
 
 if TYPE_CHECKING:
     from kvtier.config import Settings

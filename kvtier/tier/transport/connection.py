@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from kvtier.addresses.tier import socket_path
+from kvtier.addresses import socket_path
 from kvtier.errors import TierError, TierRefusedError, TierUnavailableError, UsageError
 from kvtier.tier.wire import (
     MAX_CHUNK_BYTES,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.config import Settings, load_settings
-from kvtier.config.flags import add_flags
+from kvtier.config.loading import add_flags
 from kvtier.config.settings import SETTINGS
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import located, model_name

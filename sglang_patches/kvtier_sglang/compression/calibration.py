@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
-from kvtier.calibration.documents.keys import profile_key
-from kvtier.calibration.policy_digest import policy_digest
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.keys import policy_digest, profile_key
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.opening import open_store
 from kvtier.calibration.store.watcher import (
     LOCAL_DIRECTORY,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.config import Settings
 from kvtier.errors import KvtierError, MemoryFileError, StoreError
-from kvtier.memory.published.places import MemoryFinder, Place, memory_finder
+from kvtier.memory.published import MemoryFinder, Place, memory_finder
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.ranks import Ranks
 

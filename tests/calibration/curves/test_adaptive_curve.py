@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtier.calibration import kept_shares
 from kvtier.calibration.curves import Measurement
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.measuring import kept_shares
-from kvtier.calibration.measuring.kept_shares import (
+from kvtier.calibration.kept_shares import (
     AdaptiveBudgets,
     EqualBudgets,
     measure_curve,
 )
-from kvtier.calibration.measuring.samples import curve_samples
-from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.keys import policy_digest
+from kvtier.calibration.measuring import curve_samples
 from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
@@ -30,8 +30,8 @@ from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import locality_rule, scorer_of
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.scorers.simple import DistinctKeys
 from kvtier.retention.shares import PAGE
 from kvtier.retention.token_worth import TokenWorth
 
@@ -136,7 +136,7 @@ def test_what_does_not_go_together_is_refused_before_the_model_loads(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    for module in ("heads.tokens", "calibration.measuring.calibrate"):
+    for module in ("heads.tokens", "calibration.measuring"):
         monkeypatch.setattr(f"kvtier.{module}.load_model", lambda _: pytest.fail("too late"))
     kind = [arguments.pop(0)] if arguments[0] == "curve" else []
     given = [*kind, "--model-path", str(MODEL), "--scorer", "reconstruction", *arguments]

@@ -153,14 +153,6 @@ def test_a_noisy_fit_recovers_the_curve(alpha, beta, power):
     assert held_out_rmse(measured, underestimate_weight=1.0) < 0.037
 
 
-def test_parameters_come_back_from_noisy_data():
-    measured = synthetic(0.15, 0.05, 0.02, power=3.0, contexts=100)
-    curve = fit_curve(measured, underestimate_weight=1.0)
-    assert curve.alpha == pytest.approx(0.15, abs=0.01)
-    assert curve.beta == pytest.approx(0.05, abs=0.02)
-    assert curve.power == pytest.approx(3.0, abs=0.3)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_doubt_keeps_more(seed):
     """The heavier the weight, the larger r* on the whole: errors are made on the side of memory."""

@@ -11,8 +11,8 @@ from thorough import THOROUGH
 
 from kvtier.calibration.curves import goodness
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.measuring.samples import curve_samples
-from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.keys import policy_digest
+from kvtier.calibration.measuring import curve_samples
 from kvtier.config import Settings
 from kvtier.heads.model.config import model_name, weights_revision
 from kvtier.heads.profile import load_profile
@@ -41,7 +41,7 @@ def test_dense_contexts_keep_clearly_more_than_filler():
 @pytest.mark.parametrize(("length", "contexts"), [(4096, 8 if THOROUGH else 4), (8192, 4)])
 def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
     pytest.importorskip("transformers")
-    from kvtier.calibration.measuring.kept_shares import EqualBudgets, measure_curve
+    from kvtier.calibration.kept_shares import EqualBudgets, measure_curve
     from kvtier.heads.model.loading import load_model
     from kvtier.heads.probes.context import HeadProbe
 

@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtier.calibration.measuring.calibrate import calibrate_curve
-from kvtier.calibration.measuring.kept_shares import EqualBudgets
-from kvtier.calibration.measuring.samples import curve_samples
+from kvtier.calibration.kept_shares import EqualBudgets
+from kvtier.calibration.measuring import calibrate_curve, curve_samples
 from kvtier.config import Settings
 from kvtier.errors import UsageError
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import load_profile
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
+from kvtier.retention.scorers.simple import DistinctKeys
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo"
 PROFILE = load_profile(MODEL / "head_profile.json")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.calibration.curves import Curve, Measurement, fit_curve
-from kvtier.calibration.unseen_tasks import unseen_tasks
+from kvtier.calibration.curves import Curve, Measurement, fit_curve, unseen_tasks
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 EASY, HARD = Curve(0.0, 0.05, 1.0, 2.0, 2.0), Curve(0.0, 0.2, 1.0, 2.0, 2.0)

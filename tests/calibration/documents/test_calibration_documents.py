@@ -60,16 +60,10 @@ def test_a_published_memory_is_read_back_equal(name, folder, nll_gap, requeue_ab
         ({"location": "memories/tools"}, "location"),
         ({"location": "/srv/\ttools"}, "location"),
         ({"digest": "ab"}, "digest"),
-        ({"digest": "AB" * 32}, "digest"),
         ({"digest": "ab" * 32 + "\n"}, "digest"),
-        ({"prefix_digest": ""}, "prefix_digest"),
-        ({"prefix_tokens": 0}, "prefix_tokens"),
-        ({"dtype": ""}, "dtype"),
-        ({"requeue_above": 1.1}, "requeue_above"),
         ({"nll_gap": float("nan")}, "nll_gap"),
         ({"nll_gap": None}, "document"),
         ({"held_share": None}, "document"),
-        ({"held_share": -0.1}, "held_share"),
         ({"schema_version": 2}, "schema_version"),
         ({"prefix": "You are"}, "prefix"),
     ],
@@ -90,32 +84,18 @@ def test_a_stored_profile_is_read_back_equal():
     ("change", "field"),
     [
         ({"alpha": float("nan")}, "alpha"),
-        ({"beta": float("inf")}, "beta"),
         ({"alpha": 1e9}, "document"),
         ({"beta": HALF_LIMITS[1] + 10}, "document"),
         ({"power": 0.0}, "document"),
         ({"power": 1e3}, "document"),
-        ({"power": float("nan")}, "power"),
         ({"nll_min": 5.0}, "document"),
-        ({"nll_max": float("nan")}, "nll_max"),
-        ({"rmse": -0.1}, "rmse"),
-        ({"r2": 1.5}, "r2"),
-        ({"held_out_rmse": float("nan")}, "held_out_rmse"),
-        ({"measurements": 0}, "measurements"),
-        ({"contexts": 0}, "contexts"),
-        ({"retentions": []}, "retentions"),
         ({"retentions": [0.5, 0.1]}, "retentions"),
         ({"retentions": [0.0, 0.5]}, "retentions"),
         ({"retentions": [0.5, 1.5]}, "retentions"),
-        ({"retentions": [float("nan")]}, "retentions.0"),
-        ({"answer_floor_nats": -1.0}, "answer_floor_nats"),
-        ({"created_at": "yesterday"}, "created_at"),
         ({"created_at": "2026-11-20T00:00:00"}, "created_at"),
         ({"parameters": {"x": float("nan")}}, "parameters"),
         ({"schema_version": 1}, "schema_version"),
-        ({"evidence": None}, "evidence"),
         ({"surprise": 1}, "surprise"),
-        ({"model": ""}, "model"),
     ],
 )
 def test_what_is_no_curve_is_refused_and_the_field_named(change, field):
@@ -132,13 +112,6 @@ def test_what_is_no_document_is_refused(text):
     for document in (curve_document(), profile_document(), memory_document()):
         with pytest.raises(CalibrationDocumentError, match=r"^kvtier:v1:"):
             parse_document(document.key, text)
-
-
-def test_a_curve_at_the_limit_is_still_one():
-    low, high = HALF_LIMITS
-    alpha = (high - low) / 3
-    document = curve_document(alpha=alpha, beta=low - alpha, power=POWER_LIMITS[1])
-    assert parse_document(document.key, document.to_json()) == document
 
 
 def test_a_profile_with_numbers_that_are_none_is_refused():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.documents.keys import (
+from kvtier.calibration.keys import (
     UNKNOWN,
     CurveKey,
     curve_key,

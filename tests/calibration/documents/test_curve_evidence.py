@@ -12,16 +12,15 @@ from calibration_samples import DTYPE, MODEL, POLICY, REVISION, synthetic
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from kvtier.calibration import documents, evidence
 from kvtier.calibration.curves import HALF_LIMITS, MIN_MEASUREMENTS, Measurement
 from kvtier.calibration.documents import (
+    MAX_DOCUMENT_BYTES,
     CurveDocument,
-    curve,
     document_of_fit,
-    evidence,
     load_curve,
     parse_document,
 )
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
 from kvtier.errors import CalibrationDocumentError
 
 DEMO_CURVE = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo" / "curve.json"
@@ -135,13 +134,9 @@ def test_changed_points_are_refused_too():
     ("changes", "field"),
     [
         ({"points": []}, "evidence.points"),
-        ({"points": [[1.0, 0.5]]}, "evidence.points.0.2"),
-        ({"points": [[-1.0, 0.5, 0.5]]}, "evidence.points.0.0"),
-        ({"points": [[1.0, 0.0, 0.5]]}, "evidence.points.0.1"),
         ({"points": [[1.0, 0.5, float("nan")]]}, "evidence.points.0.2"),
         ({"points": [[1.0, 0.5, 0.5]] * 513}, "evidence.points"),
         ({"underestimate_weight": 0.5}, "evidence.underestimate_weight"),
-        ({"weighted_rmse": -1.0}, "evidence.weighted_rmse"),
         ({"surprise": 1}, "evidence.surprise"),
     ],
 )
@@ -154,7 +149,7 @@ def test_evidence_that_is_none_is_named(changes, field):
 def test_more_measurements_than_are_stored_can_still_be_checked(monkeypatch):
     """Texts of different lengths, so that no two shares are equal. Limits that are quick to fit."""
     monkeypatch.setattr(evidence, "MAX_POINTS", 32)
-    monkeypatch.setattr(curve, "MAX_RETENTIONS", 16)
+    monkeypatch.setattr(documents, "MAX_RETENTIONS", 16)
     measured = [
         Measurement(m.nll, m.retention - index * 1e-7, m.ratio, m.context)
         for index, m in enumerate(synthetic(0.1, 0.1, 0.05, power=2.0, contexts=20))

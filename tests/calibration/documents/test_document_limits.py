@@ -9,16 +9,17 @@ from calibration_samples import curve_document, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.documents import load_curve, parse_document
-from kvtier.calibration.documents.limits import (
+from kvtier.calibration.documents import (
     MAX_DOCUMENT_BYTES,
     MAX_EXPORT_BYTES,
-    MAX_NESTING,
     check_json_limits,
+    load_curve,
+    parse_document,
 )
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.transfer import read_export
 from kvtier.errors import CalibrationDocumentError
+from kvtier.reading import MAX_NESTING
 
 DEPTHS = (MAX_NESTING, 190, 1000, 100_000)
 DOCUMENTS = (curve_document(), profile_document())

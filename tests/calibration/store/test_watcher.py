@@ -13,7 +13,7 @@ from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
 from redis_server import RedisServer, redis_server
 from waiting import SAFETY_S, wait_for
 
-from kvtier.calibration.store.local_copy import LocalCopy
+from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, watch
 from kvtier.config import load_settings
@@ -104,27 +104,6 @@ def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch
         free.set()
 
 
-def test_a_hanging_store_is_used_again(bench):
-    bench.store.put(curve_document())
-    watcher = bench.watcher()
-    known = watcher.curve()
-    bench.server.pause()
-    wait_for(lambda: watcher.counters["unavailable"] > 0)
-    assert watcher.curve() is known
-    bench.server.resume()
-    changed = curve_document(beta=0.0)
-    wait_for(lambda: put(bench, changed))
-    wait_for(lambda: watcher.curve() == changed)
-
-
-def put(bench: Bench, document) -> bool:
-    """Write as soon as the server answers again."""
-    try:
-        return bool(bench.store.put(document))
-    except Exception:
-        return False
-
-
 def test_a_store_that_goes_and_comes_is_logged_once_each_time(bench, caplog):
     caplog.set_level(logging.INFO, "kvtier")
     bench.store.put(curve_document())
@@ -148,20 +127,6 @@ def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench):
     assert watcher.curve() == curve
     wait_for(lambda: watcher.counters["unavailable"] > 2)
     assert watcher.counters["local_copy"] == 1, "read once, not at every poll"
-
-
-def test_what_was_seen_once_survives_a_restart_without_a_store(bench):
-    bench.store.put(curve_document())
-    bench.watcher().close()
-    bench.server.stop()
-    assert bench.watcher().curve() is not None
-
-
-def test_neither_store_nor_local_copy_is_nothing_known(bench):
-    bench.server.stop()
-    watcher = bench.watcher()
-    assert watcher.curve() is None
-    assert watcher.counters["unavailable"] == 1
 
 
 def test_a_broken_local_copy_is_a_miss_and_logged_once(bench, caplog):
@@ -283,18 +248,6 @@ def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
         assert len(list((tmp_path / "data" / "copies").rglob("curve:*.json"))) == 1
     finally:
         watcher.close()
-
-
-def test_saving_a_local_copy_replaces_it_and_leaves_no_staging_file(tmp_path):
-    local = LocalCopy(tmp_path / "copies")
-    assert local.load(curve_document().key) is None
-    assert local.save(curve_document())
-    assert local.save(curve_document(r2=0.5))
-    assert local.load(curve_document().key).r2 == 0.5
-    assert len([path for path in (tmp_path / "copies").rglob("*") if path.is_file()]) == 1
-    local.forget(curve_document().key)
-    local.forget(curve_document().key)
-    assert local.load(curve_document().key) is None
 
 
 def test_a_local_copy_that_cannot_be_written_is_logged_once(tmp_path, caplog):

@@ -10,12 +10,8 @@ import torch
 from redis_server import redis_server
 
 from kvtier.calibration.defaults import WORTH_FILE, calibration_folder, with_calibration
-from kvtier.calibration.documents import WorthDocument, parse_document
-from kvtier.calibration.documents.keys import worth_key
-from kvtier.calibration.documents.limits import MAX_WORTH_BYTES
-from kvtier.calibration.store.base import text_of
+from kvtier.calibration.documents import MAX_WORTH_BYTES, WorthDocument
 from kvtier.calibration.store.opening import open_store
-from kvtier.calibration.store.transfer import export_documents, import_documents, read_export
 from kvtier.config import load_settings
 from kvtier.errors import CalibrationDocumentError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
@@ -75,17 +71,6 @@ def test_other_weights_have_another_key(server, model, tmp_path):
     (weights,) = Path(model).glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     assert not with_calibration(settings, model).competes
-
-
-def test_it_is_carried_between_stores(store, model, tmp_path):
-    document = fitted(model, tmp_path)
-    assert parse_document(document.key, text_of(document)) == document
-    key = store.put(document)
-    assert key == worth_key(model_name(model), weights_revision(model))
-    export_documents(store, tmp_path / "all.json", None)
-    store.delete(key)
-    assert import_documents(store, read_export(tmp_path / "all.json")) == [(key, "new")]
-    assert store.get(key) == document
 
 
 def test_one_of_the_largest_comes_back_whole_and_a_larger_one_is_refused(store, tmp_path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from kvtier.errors import MemoryFileError, MemoryMismatchError, StoreUnavailableError
-from kvtier.memory.published.places import Place
+from kvtier.memory.published import Place
 from kvtier_sglang.memory import source as reading
 from kvtier_sglang.memory.source import MemorySource
 from kvtier_sglang.ranks import Ranks

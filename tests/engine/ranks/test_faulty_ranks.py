@@ -20,9 +20,8 @@ from thorough import THOROUGH
 from tierd.live_tier import live_tier
 from tiered_engine import RULE
 
-from kvtier.calibration.documents import load_curve
-from kvtier.calibration.documents.curve import CurveDocument
-from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.documents import CurveDocument, load_curve
+from kvtier.calibration.keys import policy_digest
 from kvtier.config import load_settings
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.rules import locality_rule, scorer_of

@@ -18,7 +18,7 @@ from tiered_engine import ENGINE, run_never_missing
 from tiered_engine import RULE as TIERED_RULE
 
 from benchmarks.common.engines import ranks_on_a_cpu
-from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.calibration.measuring import calibrate_curve
 from kvtier.config import load_settings
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile

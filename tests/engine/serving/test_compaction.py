@@ -14,11 +14,12 @@ from engine_process import DEMO_MODEL, run_engine
 from thorough import THOROUGH
 
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.measuring.samples import dense_sample
+from kvtier.calibration.measuring import QUESTIONS
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.reference.compaction import ScoredSession
 from kvtier.retention.scorers import SCORERS
 from kvtier.retention.shares import PAGE, FixedShare, Turn
+from kvtier.synthetic.recall import make_session
 
 pytestmark = pytest.mark.engine
 
@@ -128,10 +129,11 @@ def test_contexts_of_one_batch_keep_what_each_of_them_can_afford(tmp_path):
     from transformers import AutoModelForCausalLM
 
     facts = (8, 110, 8, 60, 110, 30)
-    contexts = [
-        dense_sample(np.random.default_rng(i), 2000 + 100 * i, count, "").context_ids
+    sessions = (
+        make_session(np.random.default_rng(i), 2000 + 100 * i, QUESTIONS, count, invented_share=0.0)
         for i, count in enumerate(facts)
-    ]
+    )
+    contexts = [tuple(session.context_ids.tolist()) for session in sessions]
     engine = {
         "model_path": str(DEMO_MODEL),
         "max_total_tokens": 30_000,

@@ -26,8 +26,8 @@ from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.scorers import Span, TokenScorer, select
-from kvtier.retention.scorers.distinct_keys import DistinctKeys
 from kvtier.retention.scorers.reconstruction import Reconstruction
+from kvtier.retention.scorers.simple import DistinctKeys
 from kvtier.retention.shares import FixedShare, Turn
 from kvtier_sglang.refresh.prefetch import AHEAD_AT_A_TIME
 

@@ -14,7 +14,7 @@ from tiny_llama import RULE, SHAPE, make_ids
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods import METHODS, HeadMethod, Target, make_method
-from kvtier.heads.methods.ranking import heads_by_layer
+from kvtier.heads.methods.base import heads_by_layer
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.probes.quality import kept_heads, measure
 from kvtier.heads.samples.questions import CalibrationSample, Question
@@ -115,15 +115,6 @@ def test_scores_without_data_are_of_the_model_alone(
     if method.data_free:
         other = [probe.prepare(make_sample(3))]
         assert method.score(other).mean == method.score(batches).mean
-
-
-@EVERY_METHOD
-def test_the_model_is_as_it_was(
-    method: HeadMethod, batches: list[ProbeBatch], probe: HeadProbe
-) -> None:
-    before = probe.model.config._attn_implementation
-    method.score(batches)
-    assert probe.model.config._attn_implementation == before
 
 
 @EVERY_METHOD

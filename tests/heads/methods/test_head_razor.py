@@ -15,12 +15,11 @@ from tiny_llama import HEADS, LAYERS, RULE, SHAPE, VOCAB, make_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods import Target, ranking
-from kvtier.heads.methods.ranking import best_heads
+from kvtier.heads.methods import Target
+from kvtier.heads.methods.base import best_heads
 from kvtier.heads.methods.razor import Razor, RazorScores
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.copies import RepeatMasses, plain_tokens, repeat_masses
-from kvtier.heads.probes.quality import Quality
 from kvtier.heads.samples.questions import CalibrationSample, Question
 
 PERIOD, REPEATS = 12, 4
@@ -149,31 +148,6 @@ def test_shares_are_nested_and_pass_through_the_rule(case: tuple[int, RepeatMass
         before = heads
         if count == len(own):
             assert heads == own
-
-
-def test_the_paper_s_shares_are_of_all_layers_together() -> None:
-    """100 query heads: 14 by induction and 1 by echo, wherever they are."""
-    induction = tuple(tuple(float(50 * layer + head) for head in range(50)) for layer in range(2))
-    echo = ((1.0, *[0.0] * 49), (0.0,) * 50)
-    razor = Razor()
-    scores, batches = scored(razor, 1, RepeatMasses(echo, induction))
-    selection = razor.select(scores, batches, Target())
-    assert selection.ca_heads == ((0,), tuple(range(36, 50)))
-
-
-def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order is that of admission; ContextKeeper does the same."""
-
-    def measure(_: Any, kept: Any) -> Quality:
-        lost = sum(0.1 * (1 + head) for head, keeps in enumerate(kept[0]) if not keeps)
-        return Quality(1 - lost, 1 - lost, lost)
-
-    monkeypatch.setattr(ranking, "measure", measure)
-    scores, batches = scored(
-        Razor(), 1, RepeatMasses(((0.0, 0.1, 0.2, 0.3),), ((0.1, 0.2, 0.3, 0.4),))
-    )
-    selection = Razor().select(scores, batches, Target(budget=0.35))
-    assert selection.ca_heads == ((2, 3),), "the worst two lose 0.1 + 0.2"
 
 
 def test_it_scores_a_model_without_looking_at_samples(model: Any) -> None:

@@ -6,20 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods import (
-    METHODS,
-    HeadMethod,
     HeadScores,
     Target,
+    base,
     make_method,
-    ranking,
 )
+from kvtier.heads.methods.base import best_heads, mean_matrix
 from kvtier.heads.methods.contextkeeper import ContextKeeper, candidates, default_candidate_share
-from kvtier.heads.methods.ranking import best_heads, heads_by_layer, mean_matrix
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.samples.questions import CalibrationSample, Question
@@ -70,13 +68,6 @@ def test_best_heads_are_distinct_and_no_other_is_better(matrix: Any, count: int)
     assert len(set(chosen)) == len(chosen) == min(count, len(everything))
     others = [matrix[at[0]][at[1]] for at in everything if at not in chosen]
     assert not chosen or not others or min(matrix[a][b] for a, b in chosen) >= max(others)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), unique=True))
-def test_heads_by_layer_is_a_profile_layout(heads: list[tuple[int, int]]) -> None:
-    layers = heads_by_layer(heads, 4)
-    assert all(list(row) == sorted(set(row)) for row in layers)
-    assert {(layer, head) for layer, row in enumerate(layers) for head in row} == set(heads)
 
 
 def keeper_scores(*samples: tuple[str, tuple[float, ...]]) -> HeadScores:
@@ -141,28 +132,13 @@ def test_a_share_goes_by_consensus_and_mass_decides_ties() -> None:
 
 def test_a_budget_takes_as_few_heads_as_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {(0, 0): 0.1, (0, 1): 0.5, (0, 2): 0.0, (0, 3): 0.3}
-    monkeypatch.setattr(ranking, "measure", additive(weights))
+    monkeypatch.setattr(base, "measure", additive(weights))
     scores = keeper_scores(("a", (0.3, 0.9, 0.1, 0.6)))
     keeper = ContextKeeper(candidate_share=0.5)
     assert keeper.select(scores, FOUR, Target(budget=0.2)).ca_heads == ((1, 3),)
     assert keeper.select(scores, FOUR, Target(budget=0.05)).ca_heads == ((0, 1, 3),)
     both = Target(share=0.75, budget=0.2)
     assert keeper.select(scores, FOUR, both).ca_heads == ((0, 1, 3),)
-
-
-@given(st.floats(0.001, 1.0), st.integers(1, 40), st.integers(1, 16))
-@settings(max_examples=50)
-def test_a_share_is_whole_heads_and_at_least_one(share: float, layers: int, heads: int) -> None:
-    count = Target(share=share).num_heads(shape(layers, heads))
-    assert 1 <= count <= layers * heads
-    assert abs(count - share * layers * heads) <= 1
-
-
-@pytest.mark.parametrize("name", sorted(METHODS))
-def test_every_registered_method_can_be_made(name: str) -> None:
-    method = make_method(name)
-    assert isinstance(method, HeadMethod)
-    assert method.name == name
 
 
 def test_errors_name_the_argument_and_the_valid_values() -> None:

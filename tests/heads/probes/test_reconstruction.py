@@ -34,50 +34,43 @@ SINKS = ("GptOss", WINDOWS, {0, 2})
 KINDS = [(512, PLAIN), (3, PLAIN), (3, WINDOWED), (3, SINKS)]
 
 
-@pytest.mark.parametrize(("chunk_tokens", "kind"), KINDS)
-def test_it_is_the_most_that_any_later_query_gives_a_token(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
-) -> None:
-    monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
-    architecture, others, windowed = kind
-    model = tiny_model(architecture, **others)
-    shape = shape_of(model)
-    kv = exact_kv(model)
-    found = attention_drawn(model, kv, CONTEXT, REQUEST)
-
+def drawn_of(model: Any, ids: list[int], windowed: set[int]) -> torch.Tensor:
+    """Return by transformers' own weights the most that a token behind the context gives each token
+    of it, `[layers, kv_heads, tokens]`; 0 in layers with a window."""
     model.set_attn_implementation("eager")
-    ids = torch.tensor([[*CONTEXT, *REQUEST, *CONTEXT]])
     with torch.inference_mode():
-        weights = model(ids, output_attentions=True, use_cache=False).attentions
-    tokens = len(CONTEXT)
-    for layer, one in enumerate(weights):
-        later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
-        most = later.amax((1, 2)).float() * (layer not in windowed)
-        torch.testing.assert_close(found[layer], most, rtol=1e-4, atol=1e-6)
+        weights = model(torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
+    heads, tokens = shape_of(model).num_kv_heads, len(CONTEXT)
+    later = [one[0, :, tokens:, :tokens].unflatten(0, (heads, -1)) for one in weights]
+    most = [one.amax((1, 2)).float() * (at not in windowed) for at, one in enumerate(later)]
+    return torch.stack(most)
 
 
-@pytest.mark.parametrize(("chunk_tokens", "kind"), KINDS)
-def test_questions_draw_what_each_would_draw_alone(
-    monkeypatch: pytest.MonkeyPatch, chunk_tokens: int, kind: Kind
-) -> None:
+@pytest.fixture(params=KINDS, ids=str)
+def prepared(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], set[int]]:
+    """A model, the exact KV of the context, and its layers with a window."""
+    chunk_tokens, (architecture, others, windowed) = request.param
     monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
-    architecture, others, windowed = kind
     model = tiny_model(architecture, **others)
-    shape = shape_of(model)
-    kv = exact_kv(model)
+    return model, exact_kv(model), windowed
+
+
+def test_it_is_the_most_that_any_later_query_gives_a_token(prepared: Any) -> None:
+    model, kv, windowed = prepared
+    found = attention_drawn(model, kv, CONTEXT, REQUEST)
+    most = drawn_of(model, [*CONTEXT, *REQUEST, *CONTEXT], windowed)
+    torch.testing.assert_close(found, most, rtol=1e-4, atol=1e-6)
+
+
+def test_questions_draw_what_each_would_draw_alone(prepared: Any) -> None:
+    model, kv, windowed = prepared
     questions = [Question((7, 3, 11), (4, 8)), Question((60, 2), (9, 9, 1))]
     found = attention_asked(model, kv, questions)
-
-    model.set_attn_implementation("eager")
-    expected = torch.zeros_like(found)
-    tokens = len(CONTEXT)
-    for question in questions:
-        # The last token of an answer is asked for, and asks for nothing.
-        ids = torch.tensor([[*CONTEXT, *question.prompt_ids, *question.answer_ids[:-1]]])
-        with torch.inference_mode():
-            weights = model(ids, output_attentions=True, use_cache=False).attentions
-        for layer, one in enumerate(weights):
-            later = one[0, :, tokens:, :tokens].unflatten(0, (shape.num_kv_heads, -1))
-            if layer not in windowed:
-                expected[layer] = torch.maximum(expected[layer], later.amax((1, 2)).float())
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    # The last token of an answer is asked for, and asks for nothing.
+    alone = [
+        drawn_of(model, [*CONTEXT, *one.prompt_ids, *one.answer_ids[:-1]], windowed)
+        for one in questions
+    ]
+    torch.testing.assert_close(found, torch.stack(alone).amax(0), rtol=1e-4, atol=1e-6)

@@ -11,13 +11,18 @@ import pytest
 from text_models import CHATML, write_tokenizer
 
 from kvtier.errors import SizeError
-from kvtier.heads.samples.lists import LABELS
 from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.stories import LABELS
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
 from kvtier.heads.samples.text import CHOOSING_TASKS, MAX_ANSWER_TOKENS, TEXT_TASKS, text_maker
-from kvtier.synthetic.code import functions, library_functions
 from kvtier.synthetic.frame import Frame
-from kvtier.synthetic.prose import docstring_paragraphs, document, reference_paragraphs
+from kvtier.synthetic.standard_library import (
+    docstring_paragraphs,
+    document,
+    functions,
+    library_functions,
+    reference_paragraphs,
+)
 
 FRAME = Frame("", "\n\nQuestion: ", "\nAnswer: ", "\n", "Question: ", (10,))
 LENGTH = 8192

@@ -1,9 +1,4 @@
-"""Prefill a long context exactly, in chunks, and answer turns over it under a head policy.
-
-context KV     | sink 128 |           middle            | recent 256 |
-CA head        | ######## | ########################### | ########## |  + turns
-locality head  | ######## |   one compensation entry    | ########## |  + turns
-"""
+"""Exact long contexts without a T×T matrix: their KV, and turns that see it under a head policy."""
 
 from __future__ import annotations
 
@@ -12,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.network.attention import AttentionState, attend, attend_entry
-from models.network.net import Layer, Net, rope_tables
+from kvtier.heads.reference.attention import AttentionState, Block, attend, attend_own, mean_entry
+from models.net import Layer, Net, rope_tables
 
 SINK_TOKENS = 128
 RECENT_TOKENS = 256
@@ -39,7 +34,8 @@ def _project(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
 
 
 def _finish(layer: Layer, x: Tensor, state: AttentionState) -> Tensor:
-    return layer.finish(x[None], state.out.flatten(0, 1)[None])[0]
+    out = state.out.reshape(1, -1, len(x), state.out.shape[-1])
+    return layer.finish(x[None], out)[0]
 
 
 @torch.no_grad()
@@ -49,7 +45,7 @@ def prefill(net: Net, ids: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> ContextC
     shape = (config.num_kv_heads, len(ids), config.head_dim)
     keys = tuple(torch.empty(shape) for _ in net.layers)
     values = tuple(torch.empty(shape) for _ in net.layers)
-    last = len(net.layers) - 1
+    last, scale = len(net.layers) - 1, config.head_dim**-0.5
     for start in range(0, len(ids), chunk_tokens):
         stop = min(start + chunk_tokens, len(ids))
         cos, sin = rope_tables(config, torch.arange(start, stop))
@@ -59,34 +55,34 @@ def prefill(net: Net, ids: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> ContextC
             keys[index][:, start:stop], values[index][:, start:stop] = k, v
             if index == last:
                 break  # only the KV is wanted
-            state = attend(q, k, v, causal=True)
+            state = attend_own(q, k, v, scale)
             if start:
-                state = state.merge(attend(q, keys[index][:, :start], values[index][:, :start]))
+                before = Block(keys[index][:, :start], values[index][:, :start])
+                state = state.merge(attend(q.flatten(1, 2), before, scale))
             x = _finish(layer, x, state)
     return ContextCache(keys, values)
 
 
-def attend_context(q: Tensor, k: Tensor, v: Tensor, anchored: Tensor) -> AttentionState:
-    """Context attention of one layer; `anchored` bool `[kv_heads]` marks the CA heads."""
-    middle = k.shape[1] - SINK_TOKENS - RECENT_TOKENS
-    if middle <= 0 or bool(anchored.all()):
-        return attend(q, k, v)
+def attend_context(
+    q: Tensor, k: Tensor, v: Tensor, anchored: Tensor, scale: float
+) -> AttentionState:
+    """Attention of one layer to a context, q `[kv_heads, rows, dim]`.
+
+    anchored: bool `[kv_heads]`, the CA heads; the others see sink, recent window and the
+    compensation entry
+    """
+    stop = k.shape[1] - RECENT_TOKENS
+    if stop <= SINK_TOKENS or bool(anchored.all()):
+        return attend(q, Block(k, v), scale)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:-1])
     if bool(anchored.any()):
-        out[anchored], lse[anchored] = attend(q[anchored], k[anchored], v[anchored])
-    local = ~anchored
-    out[local], lse[local] = attend_locally(q[local], k[local], v[local])
+        out[anchored], lse[anchored] = attend(q[anchored], Block(k[anchored], v[anchored]), scale)
+    q, k, v = (x[~anchored] for x in (q, k, v))
+    state = attend(q, mean_entry(k[:, SINK_TOKENS:stop], v[:, SINK_TOKENS:stop]), scale)
+    for part in (slice(SINK_TOKENS), slice(stop, None)):
+        state = state.merge(attend(q, Block(k[:, part], v[:, part]), scale))
+    out[~anchored], lse[~anchored] = state
     return AttentionState(out, lse)
-
-
-def attend_locally(q: Tensor, k: Tensor, v: Tensor) -> AttentionState:
-    """Attend as a locality head does to what it sees of a context: sink, recent window,
-    compensation entry."""
-    stop = k.shape[1] - RECENT_TOKENS
-    mean_k, mean_v = k[:, SINK_TOKENS:stop].mean(1), v[:, SINK_TOKENS:stop].mean(1)
-    state = attend(q, k[:, :SINK_TOKENS], v[:, :SINK_TOKENS])
-    state = state.merge(attend(q, k[:, stop:], v[:, stop:]))
-    return state.merge(attend_entry(q, mean_k, mean_v, votes=stop - SINK_TOKENS))
 
 
 @torch.no_grad()
@@ -96,11 +92,12 @@ def turn_hidden(net: Net, cache: ContextCache, turn_ids: Tensor, anchored: Tenso
     `anchored` bool `[layers, kv_heads]`; turns see the context under that policy and each other
     fully.
     """
-    start = cache.num_tokens
+    start, scale = cache.num_tokens, net.config.head_dim**-0.5
     cos, sin = rope_tables(net.config, torch.arange(start, start + len(turn_ids)))
     x = net.model.embed_tokens(turn_ids)
     for index, layer in enumerate(net.layers):
         q, k, v = _project(layer, x, cos, sin)
-        state = attend_context(q, cache.keys[index], cache.values[index], anchored[index])
-        x = _finish(layer, x, state.merge(attend(q, k, v, causal=True)))
+        keys, values = cache.keys[index], cache.values[index]
+        state = attend_context(q.flatten(1, 2), keys, values, anchored[index], scale)
+        x = _finish(layer, x, state.merge(attend_own(q, k, v, scale)))
     return net.model.norm(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +13,18 @@ from kvtier.errors import CalibrationDocumentError, StoreError, UsageError
 from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
 from kvtier.heads.model.config import located
-from kvtier.heads.progress import no_progress
+from kvtier.heads.progress import shown_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
     from kvtier.calibration.curves import Measurement
     from kvtier.calibration.documents import WorthDocument
-    from kvtier.calibration.measuring.calibrate import CalibratedCurve
+    from kvtier.calibration.measuring import CalibratedCurve
     from kvtier.heads.profile import HeadProfile
     from kvtier.heads.progress import Progress
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
 
 DEFAULT_LENGTHS, DEFAULT_CONTEXTS, DEFAULT_SHARE = "4k", 16, 0.25
 # A curve is explained by the shares at this quality.
@@ -102,7 +102,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     curve: CalibratedCurve | None = None
     worth: Path | None = None
     said: list[str] = []
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         if compete:
             if "tokens" in parts and settings.scorer.file is None:
                 said += _tokens(options, progress)
@@ -158,7 +158,7 @@ def run_calibrate_curve(options: argparse.Namespace) -> int:
         profile, settings = _every_head(options), _competing(options, settings)
     else:
         profile = _profile(options, settings)
-    with _progress(options) as progress:
+    with shown_progress(options.quiet) as progress:
         curve = _curve(options, settings, profile, lengths, progress)
     return _finish(options, settings, None, curve)
 
@@ -181,8 +181,7 @@ def _heads(
 ) -> tuple[HeadProfile, list[str]]:
     """Find and draw a head profile; returns what to say about it, too."""
     from kvtier.heads.calibrate import calibrate_heads
-    from kvtier.heads.picture import draw_profile
-    from kvtier.heads.report import summary
+    from kvtier.heads.report import draw_profile, summary
     from kvtier.retention.rules import locality_rule
 
     share = DEFAULT_SHARE if options.share is None and options.budget is None else options.share
@@ -252,7 +251,7 @@ def _every_head(options: argparse.Namespace) -> HeadProfile:
 
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     from kvtier.calibration.documents import ProfileDocument
-    from kvtier.calibration.documents.keys import profile_key
+    from kvtier.calibration.keys import profile_key
     from kvtier.calibration.store.opening import open_store
     from kvtier.heads.model.config import model_name, weights_revision
     from kvtier.heads.profile import load_profile
@@ -268,13 +267,6 @@ def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
     return document.profile
 
 
-def _progress(options: argparse.Namespace) -> nullcontext[Progress]:
-    from kvtier.heads.progress import rich_progress
-
-    # Both are context managers of a Progress; the live bar is a generator's.
-    return nullcontext(no_progress) if options.quiet else rich_progress()  # type: ignore[return-value]
-
-
 def _curve(
     options: argparse.Namespace,
     settings: Settings,
@@ -282,7 +274,7 @@ def _curve(
     lengths: list[int],
     progress: Progress,
 ) -> CalibratedCurve:
-    from kvtier.calibration.measuring.calibrate import calibrate_curve
+    from kvtier.calibration.measuring import calibrate_curve
     from kvtier.calibration.picture import draw_curve
 
     curve = calibrate_curve(
@@ -308,7 +300,7 @@ def _finish(
 
     worth: the file of what tokens are worth, which servers without a Redis read as it is.
     """
-    from kvtier.calibration.measuring.calibrate import publish
+    from kvtier.calibration.measuring import publish
     from kvtier.calibration.store.opening import open_store
 
     if not options.quiet:
@@ -360,7 +352,7 @@ def describe_curve(curve: CalibratedCurve) -> list[str]:
 
 def _unseen(measurements: Sequence[Measurement]) -> list[str]:
     """Describe whether the target holds where the curve was fitted to all other tasks."""
-    from kvtier.calibration.unseen_tasks import unseen_tasks
+    from kvtier.calibration.curves import unseen_tasks
 
     found = unseen_tasks(measurements, SHOWN_QUALITY)
     if not found:

@@ -11,11 +11,19 @@ that Redis would read as a pattern.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import quote, unquote
 
 from kvtier.errors import UsageError
+from kvtier.heads.profile import HeadProfile
+from kvtier.retention.locality import LocalityRule
+
+if TYPE_CHECKING:
+    from kvtier.retention.scorers.base import TokenScorer
+
 
 PREFIX = "kvtier:v1:"
 UNKNOWN = "unknown"
@@ -118,3 +126,26 @@ def parse_key(text: str, argument: str = "key") -> Key:
 def _pattern(kind: type[Key]) -> str:
     """Return the spelling of a kind's keys, for people."""
     return PREFIX + ":".join((kind.kind, *(field.name.upper() for field in fields(kind))))
+
+
+DIGEST_CHARACTERS = 16
+# The version of what scores and shares mean; it counts up whenever an old curve would be misread.
+SEMANTICS = 2
+
+
+def policy_digest(profile: HeadProfile, rule: LocalityRule, scorer: TokenScorer) -> str:
+    """Equal for policies that keep the same entries of every context; 16 hexadecimal digits.
+
+    The branching window is left out: it decides who may share a context, not what is kept.
+    """
+    policy = {
+        "semantics": SEMANTICS,
+        "ca_heads": profile.ca_heads,
+        "sink_tokens": rule.sink_tokens,
+        "recent_tokens": rule.recent_tokens,
+        **({} if rule.recent_of == 1 else {"recent_of": rule.recent_of}),
+        "compensation": rule.compensation,
+        scorer.name: scorer.parameters(),
+    }
+    text = json.dumps(policy, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_CHARACTERS]

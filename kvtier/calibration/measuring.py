@@ -3,7 +3,10 @@
     samples ──> heads (kvtier.heads.calibrate) ──> profile ──┐
             ──> measure kept shares under that profile ──────┴─> fit ──> curve ──> store
 
-Every server of the model picks both up; a curve without a restart.
+Every server of the model picks both up; a curve without a restart. A curve learns how much a text
+of a given NLL can lose, so its contexts go from filler that hides little to text where every word
+counts. The recall language does so by how many facts a context holds; other models get the real
+text of `kvtier.heads.samples`, or the user's own, which is always the better sample.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from kvtier.calibration.curves import Measurement
@@ -22,15 +26,14 @@ from kvtier.calibration.documents import (
     WorthDocument,
     document_of_fit,
 )
-from kvtier.calibration.measuring.kept_shares import (
+from kvtier.calibration.kept_shares import (
     ANSWER_FLOOR_NATS,
     RETENTIONS,
     AdaptiveBudgets,
     EqualBudgets,
     measure_curve,
 )
-from kvtier.calibration.measuring.samples import curve_samples
-from kvtier.calibration.policy_digest import policy_digest
+from kvtier.calibration.keys import policy_digest
 from kvtier.calibration.store.base import CalibrationStore
 from kvtier.config import Settings
 from kvtier.errors import UsageError
@@ -40,8 +43,47 @@ from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.plan import check_lengths, users_plan
+from kvtier.heads.samples.questions import CalibrationSample
+from kvtier.heads.samples.synthetic import make_samples, session_sample, speaks_recall, tasks_for
 from kvtier.retention.rules import locality_rule, scorer_of
+from kvtier.synthetic.recall import FACT_TOKENS, MAX_FACTS, make_session
 from kvtier.tier.blobs.payload import DTYPE_BYTES
+
+# Facts fill at most this share of a context: the language needs filler between its facts.
+DENSEST = 0.7
+FEWEST_FACTS = 4
+QUESTIONS = 64
+STREAM = 2
+
+
+def curve_samples(
+    model_path: str,
+    lengths: Sequence[int],
+    count: int,
+    seed: int,
+    tasks: Sequence[str] | None = None,
+) -> list[CalibrationSample]:
+    """`count` contexts per length; equal arguments give equal samples. tasks: of real text; None
+    for all.
+
+    Raises UsageError for a count below 1 and SizeError for contexts that hold no fact.
+    """
+    if not speaks_recall(model_path):
+        known = tasks_for(model_path)
+        return make_samples(known.make, tasks or known.measuring, count, lengths, seed, STREAM)
+    if count < 1:
+        raise UsageError("--samples", "at least 1", count)
+    samples = []
+    for length in lengths:
+        most = min(MAX_FACTS, int(DENSEST * length / FACT_TOKENS))
+        for index in range(count):
+            rng = np.random.default_rng([seed, STREAM, length, index])
+            # Even in the share that facts fill, jittered, so that no density is favoured.
+            facts = max(FEWEST_FACTS, round((index + rng.random()) / count * most))
+            session = make_session(rng, length, QUESTIONS, facts, invented_share=0.0)
+            samples.append(session_sample(session, f"{facts} facts"))
+    return samples
+
 
 DEFAULT_CONTEXTS = 16
 

@@ -15,7 +15,6 @@ The floor keeps g meaningful for a model that recalls perfectly, whose NLL is ne
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from kvtier.heads.samples.questions import CalibrationSample, middle_of
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier.retention.scorers import TokenScorer
+from kvtier.retention.shares.base import share_of
 
 RETENTIONS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9)
 ANSWER_FLOOR_NATS = 0.1
@@ -198,7 +198,7 @@ def _scores(session: ScoredSession, layer: int, heads: Sequence[int], span: Drop
 
 def kept_tokens(retention: float, middle_tokens: int) -> int:
     """A share of the middle, in whole tokens and at least one; never undercut by rounding."""
-    return min(max(math.ceil(retention * middle_tokens - 1e-9), 1), middle_tokens)
+    return min(max(share_of(retention, middle_tokens), 1), middle_tokens)
 
 
 def measure_curve(

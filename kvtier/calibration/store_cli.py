@@ -13,16 +13,110 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.calibration.cli.listing import print_rows, rows_of
 from kvtier.config import load_settings
+from kvtier.errors import CalibrationDocumentError
 
 if TYPE_CHECKING:
-    from kvtier.calibration.store.base import CalibrationStore
+    from kvtier.calibration.documents import Document
+    from kvtier.calibration.store.base import CalibrationStore, StoredKey
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+NOTHING = "-"
+PLAIN_WIDTH = 200
+
+
+def rows_of(
+    store: CalibrationStore, stored: Iterable[StoredKey]
+) -> list[tuple[dict[str, Any], Document | None]]:
+    """One row for each key, beside its document. A document that cannot be read is shown as such,
+    not hidden; None then, and where it has expired since it was listed."""
+    return [_row(store, one) for one in stored]
+
+
+def _row(store: CalibrationStore, stored: StoredKey) -> tuple[dict[str, Any], Document | None]:
+    row = {
+        "kind": stored.key.kind,
+        "model": stored.key.model,
+        "revision": stored.key.revision,
+        "policy": getattr(stored.key, "policy", None),
+        "age_s": None,
+        "ttl_s": stored.ttl_s,
+        "quality": None,
+        "key": str(stored.key),
+    }
+    try:
+        document = store.get(stored.key)
+    except CalibrationDocumentError as error:
+        problem = f"invalid: {str(error).removeprefix(f'{stored.key}: ')}"
+        return row | {"quality": problem}, None
+    if document is None:
+        return row, None
+    age_s = (datetime.now(UTC) - document.created_at).total_seconds()
+    return row | {"age_s": age_s, "quality": quality_of(document)}, document
+
+
+def quality_of(document: Document) -> str:
+    """Return the number that one looks at first: the error of a curve, the share of heads of a
+    profile, the size of what tokens are worth, what requests lose by a memory."""
+    from kvtier.calibration.documents import CurveDocument, ProfileDocument, WorthDocument
+
+    if isinstance(document, CurveDocument):
+        held_out = document.held_out_rmse
+        unseen = "" if held_out is None else f", held out {held_out:.3f}"
+        return f"rmse {document.rmse:.3f}{unseen}"
+    if isinstance(document, ProfileDocument):
+        return f"{document.profile.ca_share:.1%} of heads"
+    if isinstance(document, WorthDocument):
+        return f"{len(document.weights) / 2**20:.1f} MiB"
+    if document.nll_gap is None or document.held_share is None:
+        return "not measured"
+    return f"loses {document.nll_gap:.3f} nats, holds {document.held_share:.0%}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A span for people, in its largest whole unit: 93784 -> '1 d'."""
+    if seconds is None:
+        return NOTHING
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def print_rows(rows: Sequence[dict[str, Any]], columns: Sequence[str], form: str) -> None:
+    """form: "json" for all of each row, "table" for its columns; age and ttl are in `age_s` and
+    `ttl_s`."""
+    if form == "json":
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row, column) for column in columns))
+    # A key is printed as it is: to rich, the model of kvtier:v1:memory:llama:… is an animal.
+    as_is = partial(Console, highlight=False, markup=False, emoji=False)
+    console = as_is()
+    # A pipe has no width; keys must come out in one piece.
+    (console if console.is_terminal else as_is(width=PLAIN_WIDTH)).print(table)
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    if column in ("age", "ttl"):
+        return format_seconds(row[f"{column}_s"])
+    return NOTHING if row[column] is None else str(row[column])
+
 
 COLUMNS = ("kind", "model", "revision", "policy", "age", "ttl", "quality", "key")
 
@@ -62,7 +156,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from kvtier.calibration.documents.keys import parse_key
+    from kvtier.calibration.keys import parse_key
     from kvtier.calibration.store.transfer import must_get
 
     key = parse_key(options.key, "KEY")
@@ -81,7 +175,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from kvtier.calibration.documents.keys import parse_key
+    from kvtier.calibration.keys import parse_key
     from kvtier.calibration.store.transfer import export_documents
 
     key = None if options.key is None else parse_key(options.key, "KEY")
@@ -103,7 +197,7 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _delete(options: argparse.Namespace) -> int:
-    from kvtier.calibration.documents.keys import parse_key
+    from kvtier.calibration.keys import parse_key
     from kvtier.errors import UsageError
 
     keys = [parse_key(text, "KEY") for text in options.keys]
