@@ -37,7 +37,7 @@ class EndsAtOnce:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the files with slow tests a third has its turn. Files that take long come first, so that
+    """A third of the files with slow tests has its turn. Files that take long come first, so that
     no process has one left when the others are done."""
     if TURN is not None:
         slow = sorted({item.path for item in items if item.get_closest_marker("slow")})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.real.records import Records
 from kvtier.calibration.documents import CurveDocument, load_curve
-from kvtier.calibration.measuring.calibrate import calibrate_curve
+from kvtier.calibration.measuring import calibrate_curve
 from kvtier.config import load_settings
 from kvtier.heads.calibrate import prepare
 from kvtier.heads.methods import DEFAULT_METHOD, make_method

@@ -27,7 +27,7 @@ import numpy as np
 
 from kvtier.errors import UsageError
 from kvtier.heads.samples.questions import CalibrationSample, Question
-from kvtier.heads.samples.story import Asked, Story
+from kvtier.heads.samples.stories import Asked, Story
 from kvtier.heads.samples.synthetic import text_maker_for
 from kvtier.heads.samples.text import SampleMaker
 from kvtier.synthetic.prose import document, sentences
