@@ -30,7 +30,7 @@ from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.heads.samples.stories import Asked, Story
 from kvtier.heads.samples.synthetic import text_maker_for
 from kvtier.heads.samples.text import SampleMaker
-from kvtier.synthetic.prose import document, sentences
+from kvtier.synthetic.standard_library import document, sentences
 from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.traffic.transcripts import ARGUMENT, Message, read_transcripts, written
 
