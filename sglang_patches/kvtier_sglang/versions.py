@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import version
 
-TESTED = ((0, 5, 23),)
+TESTED = ((0, 5, 22), (0, 5, 23))
 
 
 def sglang_version() -> tuple[int, ...]:
