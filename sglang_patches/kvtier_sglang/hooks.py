@@ -11,9 +11,9 @@ from sglang.srt.arg_groups import model_hook
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.request_options import recomputed_tokens, wants_exact
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:

@@ -42,7 +42,6 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from kvtier.config import PrefillCompression
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.exact_requests import measures, note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
@@ -57,6 +56,7 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
+from kvtier_sglang.request_options import measures, note_recomputed, own_from, wants_exact
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.prefetch import FAILED
 

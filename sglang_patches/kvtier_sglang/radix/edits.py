@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.locality import LEAST_PART, MOST_AGAIN, DroppedSpan
-from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex, path_key
 from kvtier_sglang.radix.matching import cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.request_options import asks_to_forget
 
 # KV that was turned so often is computed again, as every turn rounds. Codes may be turned less
 # often, as every turn codes them anew.

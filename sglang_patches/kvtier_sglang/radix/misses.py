@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier_sglang.exact_requests import is_of_a_client
 from kvtier_sglang.radix.gone import GRAIN, Gone
 from kvtier_sglang.radix.index import WINDOW, Run, TokenIndex, path_key
 from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.request_options import is_of_a_client
 from kvtier_sglang.tier.prefetch import FAILED, LOST, REFUSED
 
 EVICTED, DROPPED, FLUSHED, WEIGHTS = "evicted", "dropped", "flushed", "weights"
