@@ -172,7 +172,7 @@ class KvtierRadixCache(VariantRadixTree):
         if tier is None:
             return
         state = self.requests.of(handle.rid)
-        state.cancel_kv()
+        state.cancel_kv_wait()
         state.edited_from = None
         scope = tier.scope(state, extra_key, cache_salt)
         if scope is None or state.exact_only:
@@ -267,7 +267,7 @@ class KvtierRadixCache(VariantRadixTree):
         if continues(landed, held) and self.restorer.restore(key, node, landed) is not None:
             self.tier.restored(wait, landed.stop - held, time.monotonic() - began)
             self.counters["edited_contexts_restored"] += 1
-        state.cancel_kv()
+        state.cancel_kv_wait()
 
     def _match_device(
         self, key: RadixKey, req: Any, state: RequestState | None, *, exact_only: bool
@@ -311,7 +311,7 @@ class KvtierRadixCache(VariantRadixTree):
         restored = self.restorer.restore(_whole_key(req), node, landed)
         if restored is None:
             state.miss_reason = FAILED
-            state.cancel_kv()
+            state.cancel_kv_wait()
             return 0, node
         req.kvtier_loaded = loaded = landed.stop - node.stop
         self.tier.restored(wait, loaded, time.monotonic() - began)
@@ -322,7 +322,7 @@ class KvtierRadixCache(VariantRadixTree):
         if offered:
             # The refresh owns what arrived.
             state.kv_wait = None
-        state.cancel_kv()
+        state.cancel_kv_wait()
         return loaded, restored
 
     # -- what a refresh asks of its contexts (refresh.state.Contexts) --
@@ -395,7 +395,7 @@ class KvtierRadixCache(VariantRadixTree):
             path, before = self.path_device_indices(node), slice(changed, node.start)
             self.req_to_token_pool.write((req.kv.req_pool_idx, before), path[before])
             self.allocator.pool.moved.add(req.kv.req_pool_idx)
-            state.is_behind_a_drop()
+            state.note_drop()
 
     def _go_on(self, req: Any, state: RequestState, node: KvNode) -> None:
         """Let a request in its prefill go on behind a copy of what stood behind an edit."""
@@ -415,7 +415,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(last), last
         req.kvtier_moved = moved_tokens(last)
-        state.is_behind_a_drop()
+        state.note_drop()
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -449,7 +449,7 @@ class KvtierRadixCache(VariantRadixTree):
         """Close the tier and the log, as SGLang's scheduler ends."""
         super().release_host_resources()
         for state in self.requests.values():
-            state.cancel_kv()
+            state.cancel_kv_wait()
         if self.tier is not None:
             self.tier.close()
         if self.log is not None:

@@ -5,8 +5,8 @@
     drop      it ended, was aborted or retracted: what is held for it is given back, and its state
               is gone. One that was retracted has a new state when it is matched again.
 
-In between a state may stop waiting, for KV (TierState.cancel_kv) or for everything, and end its
-refresh (RefreshState.end_refresh). All of it runs in the scheduler's thread only.
+In between a request may stop waiting, for KV (TierState.cancel_kv_wait) or for everything, and its
+refresh may end (RefreshState.end_refresh). All of it runs in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RequestState(TierState, RefreshState):
 
     def stop_waiting(self) -> None:
         """Let nothing be fetched for the request any more."""
-        self.cancel_kv()
+        self.cancel_kv_wait()
         self.cancel_refresh_wait()
 
     def weights_change(self) -> None:

@@ -69,7 +69,7 @@ class RefreshPrefetch:
         self.rule, self.near_data = rule, near_data
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
-        self._ahead: list[Ahead] = []
+        self._ahead: set[Ahead] = set()
         self._chooser = ThreadPoolExecutor(1, thread_name_prefix="kvtier-refresh")
 
     def ask(self, state: RefreshState, context: CompactedContext, patience_s: float) -> None:
@@ -127,7 +127,6 @@ class RefreshPrefetch:
 
     @property
     def can_choose_ahead(self) -> bool:
-        self._ahead = [one for one in self._ahead if not one.is_over]
         return len(self._ahead) < AHEAD_AT_A_TIME
 
     def choose_ahead(
@@ -136,8 +135,8 @@ class RefreshPrefetch:
         """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
         device = next(iter(windows.values())).q.device
         fetch = self._fetch(refreshing.context)
-        refreshing.ahead = Ahead(fetch, windows, choose, Background(device))
-        self._ahead.append(refreshing.ahead)
+        refreshing.ahead = Ahead(self._ahead, fetch, windows, choose, Background(device))
+        self._ahead.add(refreshing.ahead)
 
     def chosen_ahead(self, refreshing: Refreshing) -> tuple[bool, Choices | None]:
         """Return whether the work of `choose_ahead` is over, and what came of it, once."""
@@ -151,7 +150,8 @@ class RefreshPrefetch:
             return False, None
         if ahead.choosing is not None and not ahead.choosing.done():
             return False, None
-        refreshing.ahead, ahead.is_over = None, True
+        refreshing.ahead = None
+        self._ahead.discard(ahead)
         choices = None if ahead.choosing is None else ahead.choosing.result()
         if choices is None:
             self.counters["refresh_missed"] += 1

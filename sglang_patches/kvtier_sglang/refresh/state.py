@@ -66,21 +66,21 @@ class Choices:
     moved_bytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Ahead:
-    """Entries being chosen in the background: first the source comes, then they are chosen.
-    is_over: whether they were chosen, or are not wanted any more."""
+    """Entries being chosen in the background: first the source comes, then they are chosen. among:
+    all that are under way."""
 
+    among: set[Ahead]
     fetch: Fetch[RefreshSource | None]
     windows: Mapping[int, QueryWindow]
     choose: Choose
     background: Background
     choosing: Future[Choices | None] | None = None
-    is_over: bool = False
 
-    def drop(self) -> None:
-        """They are not wanted any more."""
-        self.is_over = True
+    def cancel(self) -> None:
+        """Let go of entries that are not wanted any more."""
+        self.among.discard(self)
         # The chooser itself releases the source that it has begun with.
         if self.choosing is None or self.choosing.cancel():
             self.fetch.cancel(_release)
@@ -143,7 +143,7 @@ class Refreshing:
     def end(self) -> None:
         """Give back what it holds: its source, its own slots, and what is chosen ahead."""
         if self.ahead is not None:
-            self.ahead.drop()
+            self.ahead.cancel()
         if self.source is not None:
             self.source.release()
         for slots in self.slots:
@@ -169,7 +169,7 @@ class RefreshState:
             wait.cancel()
 
     def end_refresh(self) -> None:
-        """The request goes on with what the tree has, or ended."""
+        """End its refresh: the request goes on with what the tree has, or is gone."""
         refreshing, self.refreshing = self.refreshing, None
         if refreshing is not None:
             refreshing.end()

@@ -214,7 +214,7 @@ class TierConnector:
         before it. elsewhere: returns at most so many tokens that follow, in each of some other
         turns, what it began behind."""
         held, finished = req.kv.cache_protected_len, req.finished()
-        state.cancel_kv()
+        state.cancel_kv_wait()
         if state.turn is None:
             scope = self.scope(state, req.extra_key, req.cache_salt)
             if scope is not None:

@@ -60,7 +60,7 @@ class TierPrefetch:
         elif wait.fetch.result is not None:
             self.counters["lost_by_another_rank"] += 1
             state.miss_reason = FAILED
-        state.cancel_kv()
+        state.cancel_kv_wait()
         return True
 
 

@@ -48,7 +48,7 @@ class TierState:
         """The exact KV that arrived, still the wait's."""
         return None if self.kv_wait is None else self.kv_wait.result
 
-    def cancel_kv(self) -> None:
+    def cancel_kv_wait(self) -> None:
         """Let nothing be fetched or held for the request any more."""
         wait, self.kv_wait = self.kv_wait, None
         if wait is not None:
@@ -58,9 +58,9 @@ class TierState:
         """Cancel what was asked for behind another memory than `memory`, behind which the request
         is computed; "" for none."""
         if self.kv_wait is not None and self.kv_wait.scope.memory != memory:
-            self.cancel_kv()
+            self.cancel_kv_wait()
 
-    def is_behind_a_drop(self) -> None:
+    def note_drop(self) -> None:
         """Note that what it computes from now on sees KV of which something was dropped."""
         if self.turn is not None:
             self.turn.exact = False
