@@ -11,9 +11,9 @@ from sglang.srt.arg_groups import model_hook
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import recomputed_tokens, wants_exact
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.request_options import recomputed_tokens, wants_exact
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,8 +135,9 @@ def stop_chunk_before_run(adder: Any, req: Any) -> None:
 
 
 def _tokens_ahead(adder: Any, req: Any, position: int) -> int | None:
-    edits = getattr(adder.tree_cache, "edits", None)
-    return None if edits is None else edits.tokens_ahead(req.rid, position)
+    cache = adder.tree_cache
+    state = cache.requests.get(req.rid) if isinstance(cache, KvtierRadixCache) else None
+    return None if state is None else state.tokens_ahead(position)
 
 
 def raise_limits(scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -35,9 +35,9 @@ class Awaited(Protocol):
 
     @property
     def answer(self) -> object:
-        """An `Answer`, or what describes the rank's part that came: equal where parts fit."""
+        """An `Answer`, or what describes the rank's part that arrived: equal where parts fit."""
 
-    def settle(self, *, came: bool) -> None:
+    def resolve(self, *, arrived: bool) -> None:
         """All ranks have their parts and they fit, or it is not waited for any longer."""
 
 
@@ -105,18 +105,17 @@ class Ranks:
             return scorer
         return scorer.among_ranks(shape.kv_heads_of_rank(self.rank, self.size), self.total)
 
-    def settle(self, waiting: Sequence[Awaited]) -> None:
-        """Settle those of the answers that are, on every rank: what all have and is the same came;
-        what any has lost is lost to all. waiting: the same ones in the same order on every rank.
-        """
-        if not waiting:
+    def resolve_all(self, pending: Sequence[Awaited]) -> None:
+        """Resolve the answers that no rank awaits any more: what all have and is the same arrived;
+        what any has lost is lost to all. pending: the same ones in the same order on every rank."""
+        if not pending:
             return
-        told = self.every([one.answer for one in waiting])
-        for one, *answers in zip(waiting, *told, strict=True):
+        told = self.every([one.answer for one in pending])
+        for one, *answers in zip(pending, *told, strict=True):
             if Answer.LOST in answers:
-                one.settle(came=False)
+                one.resolve(arrived=False)
             elif Answer.AWAITED not in answers:
-                one.settle(came=all(answer == answers[0] for answer in answers))
+                one.resolve(arrived=all(answer == answers[0] for answer in answers))
 
     def profiles(self, profile: HeadProfile) -> list[HeadProfile]:
         """Return each rank's part of a model's head profile."""

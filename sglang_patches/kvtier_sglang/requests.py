@@ -16,7 +16,7 @@ from fastapi import HTTPException
 from kvtier.errors import UsageError
 from kvtier_sglang import compat
 from kvtier_sglang.compat import NAME
-from kvtier_sglang.exact_requests import asked_of
+from kvtier_sglang.request_options import asked_of
 
 
 def check_request(manager: Any, obj: Any, input_ids: Sequence[int] | None) -> None:

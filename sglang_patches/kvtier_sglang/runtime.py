@@ -26,6 +26,7 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.heads.reference.rotation import KeyRotation
+from kvtier.memory.storage import PrefixMemory
 from kvtier.pool_sizing import entry_votes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
@@ -57,12 +58,8 @@ from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.request_log import RequestLog
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.ranks import Ranks
-from kvtier_sglang.refresh.refresher import (
-    AdaptiveRefresher,
-    Contexts,
-    ProfileRefresher,
-    Refresher,
-)
+from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher, Refresher
+from kvtier_sglang.refresh.state import Contexts
 from kvtier_sglang.refresh.trigger import TriggerRule
 from kvtier_sglang.refresh.turn_refresh import TurnRefresh, make_turn_refresh
 from kvtier_sglang.support import confirm, rotations
@@ -276,7 +273,9 @@ class Runtime:
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
-            self.memories = Memories.open(source, runner, rotated, self.backend.kernels, shape)
+            self.memories = Memories.open(
+                source, runner, rotated, self.backend.kernels, shape, self._memory_of
+            )
             self.backend.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
@@ -311,6 +310,11 @@ class Runtime:
 
     def _turn_refresh(self) -> TurnRefresh | None:
         return None if self.cache is None else self.cache.refresh
+
+    def _memory_of(self, rid: str) -> PrefixMemory | None:
+        """Return the memory that a request was matched behind; None for none."""
+        state = None if self.cache is None else self.cache.requests.get(rid)
+        return None if state is None else state.memory
 
     def measure_prompt_nll(
         self,
@@ -431,7 +435,6 @@ class Runtime:
             NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
             SpanCodec(pool),
             TurnRules(rule, compressor.share, compressor.page),
-            memory_of=None if self.memories is None else self.memories.bank.memory_of,
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,
         )

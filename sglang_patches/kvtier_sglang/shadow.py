@@ -26,7 +26,7 @@ from typing import Any
 
 from kvtier.config import load_settings
 from kvtier_sglang import compat
-from kvtier_sglang.exact_requests import EXACT, PARAMS, SHADOW_RID_PREFIX, asked_of
+from kvtier_sglang.request_options import EXACT, PARAMS, SHADOW_RID_PREFIX, asked_of
 
 logger = logging.getLogger(__name__)
 

@@ -193,9 +193,9 @@ def await_choices() -> None:
 
     chosen_ahead = RefreshPrefetch.chosen_ahead
 
-    def chosen(prefetch: RefreshPrefetch, rid: str) -> Any:
+    def chosen(prefetch: RefreshPrefetch, refreshing: Any) -> Any:
         def now() -> Any:
-            found = chosen_ahead(prefetch, rid)
+            found = chosen_ahead(prefetch, refreshing)
             return found if found[0] else None
 
         return wait_for(now)

@@ -197,6 +197,7 @@ class MiniScheduler:
         room = self.allocator.available_size() + self.tree.evictable_size()
         if need >= room or not self.free_rows:
             self.tree.unlock(request.lock)
+            self.tree.release_aborted_request(CacheRequestHandle(request.rid, 0))
             return None
         request.kv.req_pool_idx = self.free_rows.pop()
         path = self.tree.path_device_indices(request.last_node)
@@ -216,11 +217,11 @@ class MiniScheduler:
             extra_key=request.extra_key, cache_salt=request.cache_salt,
         )  # fmt: skip
 
-        def settled() -> bool:
+        def is_ready() -> bool:
             self.tree.check_hicache_events()
             return self.tree.check_prefetch_progress(handle)
 
-        wait_for(settled)
+        wait_for(is_ready)
         return self.tree.match_prefix(MatchPrefixParams(key=key, req=request))
 
     def _load_back(self, request: Request, match: MatchResult) -> None:
@@ -236,9 +237,8 @@ class MiniScheduler:
     def extend(self, request: Request, tokens: int, *, decoding: bool = False) -> bool:
         """Compute `tokens` more of the request; False when memory is short even after eviction."""
         tokens = min(tokens, len(request.full_untruncated_fill_ids) - request.filled)
-        if self.tree.edits is not None:
-            ahead = self.tree.edits.tokens_ahead(request.rid, request.filled)
-            tokens = tokens if ahead is None else min(tokens, ahead)
+        ahead = self.tree.requests[request.rid].tokens_ahead(request.filled)
+        tokens = tokens if ahead is None else min(tokens, ahead)
         if tokens == 0:
             return True
         self.allocator.evict_to_free_tokens(self.tree, tokens)

@@ -26,7 +26,7 @@ from kvtier.config import ENV_PREFIX, Settings
 from kvtier.errors import StartupError, UsageError
 from kvtier.traffic.transcripts import ARGUMENT, Turn
 from kvtier_sglang.compat import NAME
-from kvtier_sglang.exact_requests import MEASURE, PARAMS
+from kvtier_sglang.request_options import MEASURE, PARAMS
 
 # Tokens at either end of what a session had before which stay where the rest is taken out.
 BARE_TOKENS = 64

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.memory.storage import PrefixMemory
-from kvtier_sglang.exact_requests import asks_exactly
 from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.request_options import asks_exactly
 from kvtier_sglang.tier.scopes import with_memory, without_memory
 
 # In a request's `custom_params`: false, and it is answered from the exact prefix.

@@ -32,6 +32,7 @@ class MemoryBank:
 
     rotations: per layer, how its queries are rotated; None where they are not.
     heads: the KV heads that this rank has; total: adds up what ranks have.
+    memory_of: returns the memory that a request was matched behind; None for none.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class MemoryBank:
         device: torch.device,
         heads: range,
         total: Callable[[torch.Tensor], torch.Tensor],
+        memory_of: Callable[[str], PrefixMemory | None],
     ) -> None:
         self.rotations = rotations
         self.total = total
+        self.memory_of = memory_of
         self.counters: Counter[str] = Counter()
         self._dtype, self._device, self._heads = dtype, device, heads
         self._held: list[PrefixMemory] = []
@@ -53,7 +56,6 @@ class MemoryBank:
         self.is_outdated = False
         # True once CUDA graphs read what is loaded.
         self.is_recorded = False
-        self._of_request: dict[str, str] = {}
         self.layers: list[MemoryLayer] = []
 
     def __len__(self) -> int:
@@ -101,7 +103,6 @@ class MemoryBank:
 
     def cache_flushed(self) -> None:
         """No request is there, running or waiting: what was dropped is given back."""
-        self._of_request.clear()
         if self._retired:
             self._held, self._retired = self.served(), set()
             self._stack()
@@ -143,31 +144,16 @@ class MemoryBank:
                 found = memory
         return found
 
-    def answer(self, rid: str, digest: str | None) -> None:
-        """A request was matched behind that memory's prefix; None: behind no memory's."""
-        if digest is None:
-            self._of_request.pop(rid, None)
-        else:
-            self._of_request[rid] = digest
-
-    def forget(self, rid: str) -> None:
-        """The request ended, or will be matched again."""
-        self._of_request.pop(rid, None)
-
     def named(self, digest: str) -> PrefixMemory | None:
         """A memory that requests are answered from; None where it was dropped."""
         return next((one for one in self.served() if one.digest == digest), None)
 
     def index_of(self, rid: str) -> int:
         """Return where a request's memory is in the layers; NONE for none."""
-        digest = self._of_request.get(rid)
-        if digest is None:
+        memory = self.memory_of(rid)
+        if memory is None:
             return NONE
-        return [one.digest for one in self._held].index(digest)
-
-    def memory_of(self, rid: str) -> PrefixMemory | None:
-        index = self.index_of(rid)
-        return None if index == NONE else self._held[index]
+        return [one.digest for one in self._held].index(memory.digest)
 
 
 def stacked(layers: Sequence[MemoryLayer], dtype: torch.dtype, device: torch.device) -> MemoryLayer:

@@ -8,9 +8,9 @@ from typing import Any
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import backends_are_ours
-from kvtier_sglang.exact_requests import asked_share
 from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.server import Memories
+from kvtier_sglang.request_options import asked_share
 from kvtier_sglang.tier.scopes import separate_adapters, with_share
 
 # In the `server_args` of `/set_internal_state`, with any number.

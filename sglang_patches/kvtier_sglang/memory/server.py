@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,10 +49,11 @@ class Memories:
         rotations: Sequence[KeyRotation | None],
         kernels: AttentionKernels,
         shape: ModelShape,
+        memory_of: Callable[[str], PrefixMemory | None],
     ) -> Memories:
         """Load what was at its source at the start. rotations: of the runner's layers; shape: of
-        the whole model. Raises
-        MemoryFileError and MemoryMismatchError."""
+        the whole model; memory_of: see MemoryBank. Raises MemoryFileError and
+        MemoryMismatchError."""
         ranks = source.ranks
         bank = MemoryBank(
             rotations,
@@ -60,6 +61,7 @@ class Memories:
             device=torch.device(runner.device),
             heads=shape.kv_heads_of_rank(ranks.rank, ranks.size),
             total=ranks.total,
+            memory_of=memory_of,
         )
         dtype = str(runner.dtype).removeprefix("torch.")
         served = Identity.of(runner.server_args.model_path, dtype, ())

@@ -18,8 +18,9 @@ A request goes through these steps, in SGLang's own words for its storage tiers:
     checkpoint, on_release    its own KV leaves, and its turn is compressed; the beginning of some
                               prompts already while they are prefilled (streaming.py)
 
-The parts are called from here and call nothing here but what `refresher.Contexts` names. All of it
-runs in the scheduler's thread only.
+What is known of a request is in its state, which all parts share (request_states.py). The parts
+are called from here and call nothing here but what `refresh.state.Contexts` names. All of it runs
+in the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from kvtier.config import PrefillCompression
 from kvtier.retention.refreshing import PrunedRange
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.exact_requests import measures, note_recomputed, own_from, wants_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.radix import prefix_nodes
 from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
@@ -51,12 +51,14 @@ from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import furthest_cached
 from kvtier_sglang.radix.node import KvNode, moved_tokens
 from kvtier_sglang.radix.request_log import RequestLog
+from kvtier_sglang.radix.request_states import RequestState, RequestStates
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
+from kvtier_sglang.request_options import measures, note_recomputed, own_from, wants_exact
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.prefetch import FAILED
 
@@ -94,12 +96,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.compressor, self.tier = compressor, tier
         self.refresh: TurnRefresh | None = None
         self.restorer: Restorer | None = None
-        # The node that a request matched last, and how many tokens it is to fill.
-        self._matched: dict[str, tuple[KvNode, int]] = {}
-        # The evicted contexts that requests were edited from, and wait for.
-        self._edited_from: dict[str, RadixKey] = {}
-        # The requests that want exact KV alone, see `wants_exact`.
-        self._asks_exactly: set[str] = set()
+        self.requests = RequestStates()
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
         self.allocator.prompt_slots = self.streaming.slots
@@ -116,8 +113,8 @@ class KvtierRadixCache(VariantRadixTree):
                 self.refresh = make_refresh(tier, self)
 
     def reset(self) -> None:
-        for rid in list(self._matched):
-            self._forget(rid)
+        for rid in list(self.requests):
+            self.requests.drop(rid)
         if hasattr(self, "root_node"):
             self.misses.flushed(self.nodes())
         super().reset()
@@ -128,12 +125,12 @@ class KvtierRadixCache(VariantRadixTree):
     def weights_change(self) -> None:
         """Prepare for a change of the weights that may come; see TierConnector.weights_change."""
         self.misses.weights_change()
-        if self.refresh is not None:
-            self.refresh.clear()
+        for state in self.requests.values():
+            state.weights_change()
         if self.memories is not None:
             self.memories.weights_change()
         if self.tier is not None:
-            self.tier.weights_change(cached=bool(self._matched or self.total_size()))
+            self.tier.weights_change(cached=bool(self.requests or self.total_size()))
 
     # -- a request arrives and waits --
 
@@ -154,9 +151,9 @@ class KvtierRadixCache(VariantRadixTree):
     def uses_tier(self) -> bool:
         """Return whether SGLang's scheduler must ask here before it admits a request. Several ranks
         always do, as they must ask all at once and one's tier may be away."""
-        parts = [part for part in (self.tier, self.refresh) if part is not None]
-        awaited = any(part.is_awaited for part in parts)
-        return self.tier is not None and (self.ranks.size > 1 or self.tier.link.healthy or awaited)
+        return self.tier is not None and (
+            self.ranks.size > 1 or self.tier.link.healthy or self.requests.are_waiting
+        )
 
     def prefetch_from_storage(
         self,
@@ -171,77 +168,64 @@ class KvtierRadixCache(VariantRadixTree):
         storage_hit_end: int | None = None,
     ) -> None:
         """Ask the tier, in the background, for what the tree lacks of a request that arrived."""
-        tier, rid, node = self.tier, handle.rid, last_host_node
+        tier, node = self.tier, last_host_node
         if tier is None:
             return
-        tier.forget_prefetch(rid)
-        self._edited_from.pop(rid, None)
-        scope = tier.scope(rid, extra_key, cache_salt)
-        if scope is None or rid in self._asks_exactly:
+        state = self.requests.of(handle.rid)
+        state.cancel_kv_wait()
+        state.edited_from = None
+        scope = tier.scope(state, extra_key, cache_salt)
+        if scope is None or state.exact_only:
             return
         if self.ranks.size == 1 and not tier.link.healthy:
-            tier.fetches.said[rid] = FAILED
+            state.miss_reason = FAILED
             return
         matched = matched_prefix_tokens or ()
-        if self.refresh is not None and rid in self._matched:
+        if self.refresh is not None and state.node is not None:
             context = compacted_context(node, matched, scope, is_coded=self._is_coded)
             if context is not None:
-                self.refresh.ask(rid, context, tier.patience_s(node.stop))
+                self.refresh.ask(state, context, tier.patience_s(node.stop))
         new = new_input_tokens
         if self.edits is not None:
             key = RadixKey(matched + new if matched else new, extra_key, cache_salt=cache_salt)
             evicted = self.edits.edited_from(key, len(matched))
             if evicted is not None:
-                self._edited_from[rid] = evicted
+                state.edited_from = evicted
                 held = sum(
                     usable
                     for _, usable in self._steps(self.root_node, evicted, 0, exact_only=False)
                 )
                 matched, new = evicted.token_ids[:held], evicted.token_ids[held:]
-        tier.prefetch(rid, matched, new, scope, shared=self.ranks.size > 1)
+        tier.prefetch(state, matched, new, scope, shared=self.ranks.size > 1)
 
     @rank_consensus(same_params=["handle.rid"], same_results=True)
     def check_prefetch_progress(self, handle: CacheRequestHandle) -> bool:
         """Return whether the request need not wait for the tier (any longer)."""
-        if self.tier is None:
+        state = self.requests.get(handle.rid)
+        if self.tier is None or state is None:
             return True
-        _, filled = self._matched.get(handle.rid, (self.root_node, 0))
-        if self.refresh is not None and not self.refresh.settled(handle.rid, filled):
+        if self.refresh is not None and not self.refresh.is_ready(state, state.filled):
             return False
-        return self.tier.settled(handle.rid)
+        return self.tier.fetches.is_ready(state)
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Return how many tokens came from the tier for a request, and where they begin."""
-        landed = None if self.tier is None else self.tier.landed(handle.rid)
-        if landed is None or handle.rid in self._edited_from:
+        state = self.requests.get(handle.rid)
+        landed = None if state is None else state.landed
+        if state is None or landed is None or state.edited_from is not None:
             return 0, None
         return landed.stop - landed.begin, landed.begin
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
-        self._forget(handle.rid)
-        if self.tier is not None:
-            self.tier.forget_spilling(handle.rid)
+        self.requests.drop(handle.rid)
 
     def check_hicache_events(self) -> None:
-        """Settle what all ranks have by now, as a round of the scheduler begins."""
-        self.ranks.settle([one for part in (self.tier, self.refresh) if part for one in part.open])
+        """Resolve what all ranks have by now, as a round of the scheduler begins."""
+        self.ranks.resolve_all(self.requests.pending)
 
     def has_pending_cache_operations(self) -> bool:
         """Return that nothing keeps SGLang from flushing: requests wait only in its own queue."""
         return False
-
-    def _forget(self, rid: str) -> None:
-        """Forget a request that is gone: nothing is fetched or held for it any more."""
-        self._matched.pop(rid, None)
-        self._asks_exactly.discard(rid)
-        self._edited_from.pop(rid, None)
-        if self.edits is not None:
-            self.edits.forget(rid)
-        for part in (self.tier, self.memories):
-            if part is not None:
-                part.forget(rid)
-        if self.refresh is not None:
-            self.hold_private(-self.refresh.forget(rid))
 
     # -- it is matched, and restored --
 
@@ -249,56 +233,59 @@ class KvtierRadixCache(VariantRadixTree):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Return the device's prefix, and what landed behind it as a host hit."""
         key, req = params.key, params.req
+        state = None if req is None else self.requests.of(req.rid)
         exact_only = wants_exact(req)
-        if req is not None and req.rid in self._edited_from:
-            self._bring_back(req.rid)
-        result = self._match_device(key, req, exact_only=exact_only)
-        if self.tier is None or req is None:
+        if state is not None and state.edited_from is not None:
+            self._bring_back(state, state.edited_from)
+        result = self._match_device(key, req, state, exact_only=exact_only)
+        if self.tier is None or state is None:
             return result
-        rid, held, node = req.rid, result.device_prefix_len, result.last_device_node
-        self.tier.matched(rid)
-        self._matched[rid] = (node, len(req.full_untruncated_fill_ids))
+        held, node = result.device_prefix_len, result.last_device_node
+        self.tier.matched(state)
+        state.node, state.filled = node, len(req.full_untruncated_fill_ids)
         if exact_only:
             # Restored KV may be compressed, and is then no more exact than the tree's.
-            self._asks_exactly.add(rid)
+            state.exact_only = True
             return result
-        landed = self.tier.landed(rid)
+        landed = state.landed
         if landed is None or not continues(landed, held) or landed.stop > len(key):
             return result
         return result._replace(
             host_hit_length=landed.stop - held, last_host_node=node, best_match_node=node
         )
 
-    def _bring_back(self, rid: str) -> None:
+    def _bring_back(self, state: RequestState, key: RadixKey) -> None:
         """Write the context that a request was edited from into the pool again, if it is there."""
         assert self.tier is not None, "a context from the tier without a tier"
         assert self.restorer is not None, "a tier without a restorer"
-        landed = self.tier.landed(rid)
-        if landed is None:
+        landed, wait = state.landed, state.kv_wait
+        if landed is None or wait is None:
             return
-        key, pending = self._edited_from.pop(rid), self.tier.take(rid)
-        assert pending is not None, "nothing was asked for"
+        state.edited_from = None
         began = time.monotonic()
         node, held = self.walk(self.root_node, key, 0)
         if continues(landed, held) and self.restorer.restore(key, node, landed) is not None:
-            self.tier.restored(pending, landed.stop - held, time.monotonic() - began)
+            self.tier.restored(wait, landed.stop - held, time.monotonic() - began)
             self.counters["edited_contexts_restored"] += 1
-        pending.drop()
+        state.cancel_kv_wait()
 
-    def _match_device(self, key: RadixKey, req: Any, *, exact_only: bool) -> MatchResult:
+    def _match_device(
+        self, key: RadixKey, req: Any, state: RequestState | None, *, exact_only: bool
+    ) -> MatchResult:
         """Return the prefix of a key that the tree has, with what can be copied behind an edit."""
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        start = prefix_nodes.begin(self, self.memories, key, req)
+        start = prefix_nodes.begin(self, self.memories, key)
         node, length = start.walk(self, key, exact_only=exact_only)
-        if req is not None:
+        if state is not None:
+            state.memory = start.memory
             cached = furthest_cached(self.root_node, key, node)
             if exact_only:
                 note_recomputed(req, cached[0] - length, length)
             elif measures(req):
                 note_recomputed(req, 0, length)
             if self.edits is not None and not exact_only:
-                node = self.edits.begin(req, key, node, cached[0])
+                node = self.edits.begin(req, state, key, node, cached[0])
                 req.kvtier_moved = moved_tokens(node)
             exact = exact_only or start.exact_only
             copied, length = node.stop > length, node.stop
@@ -316,32 +303,35 @@ class KvtierRadixCache(VariantRadixTree):
         assert self.tier is not None, "a host hit without a tier"
         assert self.restorer is not None, "a tier without a restorer"
         req, node = params.req, params.best_match_node
-        pending = self.tier.take(req.rid)
-        landed = None if pending is None else pending.landed
-        if pending is None or landed is None or not continues(landed, node.stop):
+        state = self.requests.of(req.rid)
+        wait, landed = state.kv_wait, state.landed
+        if wait is None or landed is None or not continues(landed, node.stop):
             return 0, node
         began = time.monotonic()
         restored = self.restorer.restore(_whole_key(req), node, landed)
         if restored is None:
-            self.tier.fetches.said[req.rid] = FAILED
-            pending.drop()
+            state.miss_reason = FAILED
+            state.cancel_kv_wait()
             return 0, node
         req.kvtier_loaded = loaded = landed.stop - node.stop
-        self.tier.restored(pending, loaded, time.monotonic() - began)
-        self._matched[req.rid] = (restored, len(req.full_untruncated_fill_ids))
+        self.tier.restored(wait, loaded, time.monotonic() - began)
+        state.node, state.filled = restored, len(req.full_untruncated_fill_ids)
         offered = self.refresh and offer_restored(
-            self.refresh, self.tier, req, restored, landed, is_coded=self._is_coded
+            self.refresh, self.tier, req, state, restored, landed, is_coded=self._is_coded
         )
-        if not offered:
-            pending.drop()
+        if offered:
+            # The refresh owns what arrived.
+            state.kv_wait = None
+        state.cancel_kv_wait()
         return loaded, restored
 
-    # -- what a refresh asks of its contexts (refresh.Contexts) --
+    # -- what a refresh asks of its contexts (refresh.state.Contexts) --
 
     def pruned_ranges(self, rid: str) -> list[PrunedRange]:
         """Return the compressed ranges of the prefix that a request was admitted with."""
-        node = self._matched.get(rid, (self.root_node, 0))[0]
-        return pruned_ranges(node, is_coded=self._is_coded)
+        state = self.requests.get(rid)
+        node = None if state is None else state.node
+        return pruned_ranges(node or self.root_node, is_coded=self._is_coded)
 
     @property
     def _is_coded(self) -> bool:
@@ -376,12 +366,12 @@ class KvtierRadixCache(VariantRadixTree):
         owned = req.kv.cache_protected_len
         anchor = req.lock.node if req.lock is not None else self.root_node
         assert anchor is self.root_node or anchor.stop == owned, "lock and row disagree"
-        said = None if self.tier is None else self.tier.fetches.said.get(req.rid)
+        state = self.requests.of(req.rid)
         texts = [text for text in (self.index, self.evicted) if text is not None]
-        self.misses.computed(req, anchor, up_to, texts, said)
+        self.misses.computed(req, anchor, up_to, texts, state.miss_reason)
         if self.tier is not None:
             exact, elsewhere = not anchor.is_behind_a_drop, anchor.first_tokens_behind
-            self.tier.published(req, row, exact=exact, elsewhere=elsewhere)
+            self.tier.published(req, state, row, exact=exact, elsewhere=elsewhere)
         key = RadixKey(ids, req.extra_key, cache_salt=req.cache_salt)
         # A compressed copy is no substitute for the exact KV this request still uses.
         node, matched = self.walk(anchor, key, owned, exact_only=True)
@@ -399,20 +389,19 @@ class KvtierRadixCache(VariantRadixTree):
         req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, up_to)
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(node), node
-        self._go_on(req, node)
+        self._go_on(req, state, node)
         changed = self.streaming.chunk_ended(req, node)
         if changed is not None:
             path, before = self.path_device_indices(node), slice(changed, node.start)
             self.req_to_token_pool.write((req.kv.req_pool_idx, before), path[before])
             self.allocator.pool.moved.add(req.kv.req_pool_idx)
-            if self.tier is not None:
-                self.tier.is_behind_a_drop(req.rid)
+            state.note_drop()
 
-    def _go_on(self, req: Any, node: KvNode) -> None:
+    def _go_on(self, req: Any, state: RequestState, node: KvNode) -> None:
         """Let a request in its prefill go on behind a copy of what stood behind an edit."""
         if self.edits is None or req.finished() or wants_exact(req):
             return
-        last = self.edits.go_on(req, _whole_key(req), node)
+        last = self.edits.go_on(state, _whole_key(req), node)
         if last is node:
             return
         begin, stop = node.stop, last.stop
@@ -426,8 +415,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.unlock(req.lock)
         req.lock, req.last_node = self.lock(last), last
         req.kvtier_moved = moved_tokens(last)
-        if self.tier is not None:
-            self.tier.is_behind_a_drop(req.rid)
+        state.note_drop()
 
     @rank_consensus(same_params=["req.rid", "checkpointed"])
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
@@ -446,20 +434,22 @@ class KvtierRadixCache(VariantRadixTree):
                 compress_path(self, self.compressor, req.last_node)
             else:
                 remove_path(self, req.last_node, begin)
-        self._forget(req.rid)
+        turn = self.requests.of(req.rid).turn
+        self.requests.drop(req.rid)
         self.allocator.pool.moved.discard(req.kv.req_pool_idx)
-        if self.tier is None:
+        if self.tier is None or turn is None:
             return
         if not (checkpointed and req.finished()) or self.disable or begin is not None:
-            self.tier.forget_spilling(req.rid)
             return
         nodes = [node.record() for node in req.last_node.path()][::-1]
         ids = req.full_untruncated_fill_ids[: req.last_node.stop]
-        req.last_node.note_sent(self.tier.ended(req.rid, ids, nodes))
+        req.last_node.note_sent(self.tier.ended(turn, ids, nodes))
 
     def release_host_resources(self) -> None:
         """Close the tier and the log, as SGLang's scheduler ends."""
         super().release_host_resources()
+        for state in self.requests.values():
+            state.cancel_kv_wait()
         if self.tier is not None:
             self.tier.close()
         if self.log is not None:

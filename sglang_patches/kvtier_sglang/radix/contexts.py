@@ -12,7 +12,8 @@ from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.prefetch import Landed
 from kvtier_sglang.pool.packed import slots_as_entries
 from kvtier_sglang.radix.node import KvNode
-from kvtier_sglang.refresh.prefetch import CompactedContext
+from kvtier_sglang.radix.request_states import RequestState
+from kvtier_sglang.refresh.state import CompactedContext
 from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 from kvtier_sglang.tier.connector import TierConnector
 
@@ -47,6 +48,7 @@ def offer_restored(
     refresh: TurnRefresh,
     tier: TierConnector,
     req: Any,
+    state: RequestState,
     node: KvNode,
     landed: Landed,
     *,
@@ -57,14 +59,14 @@ def offer_restored(
     either: it is logged."""
     filled = len(req.full_untruncated_fill_ids)
     try:
-        scope = tier.scope(req.rid, req.extra_key, req.cache_salt)
+        scope = tier.scope(state, req.extra_key, req.cache_salt)
         ids = req.full_untruncated_fill_ids[: node.stop]
         context = None
         if scope is not None:
             context = compacted_context(node, ids, scope, is_coded=is_coded)
         if context is None or context.ranges[0].begin < landed.begin:
             return False
-        refresh.offer_restored(req.rid, context, landed.host, filled)
+        refresh.offer_restored(state, context, landed.host, filled)
     except Exception:
         logger.exception("a restored context cannot be refreshed; it is used as it was")
         tier.counters["refresh_restored_failed"] += 1

@@ -31,12 +31,13 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from kvtier.retention.locality import LEAST_PART, MOST_AGAIN, DroppedSpan
-from kvtier_sglang.exact_requests import asks_to_forget
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.index import Run, TokenIndex, path_key
 from kvtier_sglang.radix.matching import cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
+from kvtier_sglang.radix.request_states import RequestState
 from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.request_options import asks_to_forget
 
 # KV that was turned so often is computed again, as every turn rounds. Codes may be turned less
 # often, as every turn codes them anew.
@@ -79,17 +80,15 @@ class Edits:
         packed = tree.allocator.pool.packed
         self._coded = packed is not None and packed.coded is not None
         tree.index = self._index = TokenIndex()
-        # The positions where runs begin ahead of each request that waits or is prefilled.
-        self._ahead: dict[str, list[int]] = {}
-        # The index's version when that was looked up, and the position from which on.
-        self._looked: dict[str, tuple[int, int]] = {}
 
-    def begin(self, req: Any, key: RadixKey, node: KvNode, cached: int) -> KvNode:
+    def begin(
+        self, req: Any, state: RequestState, key: RadixKey, node: KvNode, cached: int
+    ) -> KvNode:
         """Look for what a request may go on with, and return the node that it begins behind. It
         matched `key` up to `node`, and the tree has `cached` tokens of it, usable or not. A request
         that asks to forget has the contexts with such runs dropped instead."""
         begin = max(node.stop, cached)
-        if self._looked.get(req.rid) != (self._index.version, begin):
+        if state.runs_seen != (self._index.version, begin):
             runs = list(self._runs(key, begin))
             if asks_to_forget(req):
                 for run in runs:
@@ -98,14 +97,9 @@ class Edits:
                     for run in self._evicted_runs(key, begin):
                         self._tree.evicted.remove(run.node)
                 runs = []
-            self._ahead[req.rid] = [run.begin for run in runs]
-            self._looked[req.rid] = self._index.version, begin
-        return self._go_on(req.rid, key, node)
-
-    def forget(self, rid: str) -> None:
-        """Forget a request that is gone."""
-        self._ahead.pop(rid, None)
-        self._looked.pop(rid, None)
+            state.runs_ahead = [run.begin for run in runs]
+            state.runs_seen = self._index.version, begin
+        return self._go_on(state, key, node)
 
     def edited_from(self, key: RadixKey, begin: int) -> RadixKey | None:
         """Return the longest of the evicted contexts that have runs of key[begin:] behind an edit;
@@ -124,21 +118,15 @@ class Edits:
         runs = self._tree.evicted.runs(key, begin, self._least)
         return [run for run in runs if run.shift or path_key(run.node).match(key) < run.stop]
 
-    def tokens_ahead(self, rid: str, position: int) -> int | None:
-        """Return how many tokens a request has to compute from this position on before the next
-        run; None where there is none ahead."""
-        ahead = self._ahead.get(rid, ())
-        return next((begin - position for begin in ahead if begin > position), None)
-
-    def go_on(self, req: Any, key: RadixKey, node: KvNode) -> KvNode:
+    def go_on(self, state: RequestState, key: RadixKey, node: KvNode) -> KvNode:
         """Copy the run that begins at the end of `node`, up to which a request was computed, if
         there still is one. Return the node that the request goes on behind."""
-        if node.stop not in self._ahead.get(req.rid, ()):
+        if node.stop not in state.runs_ahead:
             return node
-        return self._go_on(req.rid, key[: len(key) - 1], node)
+        return self._go_on(state, key[: len(key) - 1], node)
 
-    def _go_on(self, rid: str, key: RadixKey, node: KvNode) -> KvNode:
-        while node.stop in self._ahead.get(rid, ()):
+    def _go_on(self, state: RequestState, key: RadixKey, node: KvNode) -> KvNode:
+        while node.stop in state.runs_ahead:
             run = next(iter(self._runs(key, node.stop)), None)
             if run is None or run.begin != node.stop:
                 break

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from kvtier_sglang.exact_requests import is_of_a_client
 from kvtier_sglang.radix.gone import GRAIN, Gone
 from kvtier_sglang.radix.index import WINDOW, Run, TokenIndex, path_key
 from kvtier_sglang.radix.node import KvNode
+from kvtier_sglang.request_options import is_of_a_client
 from kvtier_sglang.tier.prefetch import FAILED, LOST, REFUSED
 
 EVICTED, DROPPED, FLUSHED, WEIGHTS = "evicted", "dropped", "flushed", "weights"
@@ -195,13 +195,13 @@ class Misses:
         anchor: KvNode,
         stop: int,
         texts: Sequence[TokenIndex],
-        tier_said: str | None,
+        miss_reason: str | None,
     ) -> None:
         """Account the tokens that a request computed, from the end of `anchor`, which it has
         locked, to `stop`.
 
-        texts: the indexes that find what stands behind other text. tier_said: why the tier did not
-        bring what it was asked for; None: it was not asked.
+        texts: the indexes that find what stands behind other text. miss_reason: why the tier did
+        not bring what it was asked for; None: it was not asked.
         """
         account: Account | None = getattr(req, "kvtier_account", None)
         if account is None:
@@ -216,7 +216,7 @@ class Misses:
         if not account.is_running:
             account.is_running = True
             account.have(anchor.stop, req.kvtier_loaded)
-            self._look_up(req, account, anchor, texts, tier_said)
+            self._look_up(req, account, anchor, texts, miss_reason)
         account.have(anchor.stop)
         account.compute(anchor.stop, stop)
         self._count(before, account.summary())
@@ -259,7 +259,7 @@ class Misses:
         account: Account,
         anchor: KvNode,
         texts: Sequence[TokenIndex],
-        tier_said: str | None,
+        miss_reason: str | None,
     ) -> None:
         """Find what was computed before of what a request is about to compute."""
         match: Match = req.kvtier_match
@@ -270,8 +270,8 @@ class Misses:
         reached, record = self.gone.reach(key, anchor, cached)
         known = [Span(anchor.stop, cached, EXACT if match.exact else CUT)]
         if record is not None:
-            was_evicted = record.reason == EVICTED and tier_said is not None
-            known.append(Span(cached, reached, str(tier_said) if was_evicted else record.reason))
+            was_evicted = record.reason == EVICTED and miss_reason is not None
+            known.append(Span(cached, reached, str(miss_reason) if was_evicted else record.reason))
         runs = [run for text in texts for run in _elsewhere(text, key, reached, anchor)]
         known += [Span(run.begin, run.stop, EDITED) for run in sorted(runs, key=lambda r: r.begin)]
         account.known = known

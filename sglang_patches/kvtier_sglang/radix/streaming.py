@@ -21,10 +21,10 @@ from kvtier.config import PrefillCompression
 from kvtier.pool_sizing import IN_FLIGHT_SHARE
 from kvtier.retention.shares import PAGE
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.exact_requests import wants_exact
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_node
+from kvtier_sglang.request_options import wants_exact
 
 
 class Streaming:

@@ -1,9 +1,8 @@
 """Requests that wait for what their refresh needs from the tier.
 
-    ask        the request arrived: in the background exact KV comes, or the tier gets it ready
-    settled    it waits in the queue until that is there, or until computing would have been faster
-    take       it will be admitted: its refresh, to be handed to the refresher
-    forget     it ended, in whatever way
+    ask           the request arrived: in the background exact KV comes, or the tier gets it ready;
+                  it waits in the queue until that is there, or computing would have been faster
+    pop_result    it will be admitted: what arrived, for its refresh
 
 Later, while it generates, `choose_ahead` has all its layers' entries chosen in the background.
 
@@ -16,15 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.blobs.keys import Scope
-from kvtier.tier.blobs.names import ContextNames, SpanName, spans_of_ranges
+from kvtier.retention.refreshing import PrunedRange, RefreshRule
+from kvtier.tier.blobs.names import ContextNames, SpanName
 from kvtier.tier.client import TierClient
 from kvtier.tier.link.link import TierLink
 from kvtier.tier.link.queues import Fetch
@@ -32,8 +29,15 @@ from kvtier.tier.near_data.messages import Context
 from kvtier.tier.near_data.session import NearData
 from kvtier.tier.prefetch import Layouts, fetch_spans
 from kvtier.tier.transport.connection import Deadline
-from kvtier_sglang.ranks import Answer
 from kvtier_sglang.refresh.sources import Choose, FetchedSource, NearSource, RefreshSource
+from kvtier_sglang.refresh.state import (
+    Ahead,
+    Choices,
+    CompactedContext,
+    Refreshing,
+    RefreshState,
+    RefreshWait,
+)
 from kvtier_sglang.streams import Background
 
 # The longest that all layers of a context are waited for where they are chosen in the background.
@@ -44,81 +48,12 @@ AHEAD_AT_A_TIME = 2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class CompactedContext:
-    """The context that a request's refresh is of.
-
-    token_ids:  of the context, at least as far as its last pruned range's last span
-    exact_stop: up to which token it was computed with nothing dropped
-    """
-
-    token_ids: Sequence[int]
-    ranges: list[PrunedRange]
-    exact_stop: int
-    scope: Scope
-
-    def spans(self, names: ContextNames) -> list[SpanName] | None:
-        """The spans that the pruned ranges are in; None where some of them are not whole."""
-        ranges = [(pruned.begin, pruned.end) for pruned in self.ranges]
-        chains = names.chains(self.scope, self.token_ids)
-        return spans_of_ranges(chains, ranges, self.exact_stop)
-
-
-@dataclass
-class PendingRefresh:
-    """One request's wait. asked, deadline: time.monotonic(); came: whether all ranks have their
-    part, None until they have settled it."""
-
-    fetch: Fetch[RefreshSource | None]
-    context: CompactedContext
-    asked: float
-    deadline: float
-    came: bool | None = None
-
-    @property
-    def answer(self) -> object:
-        """See ranks.Awaited. All ranks ask for the same tokens of the same context."""
-        if self.fetch.done:
-            return Answer.LOST if self.fetch.result is None else "came"
-        return Answer.LOST if time.monotonic() >= self.deadline else Answer.AWAITED
-
-    def settle(self, *, came: bool) -> None:
-        """See ranks.Awaited."""
-        self.came = came
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Entries chosen in the background. layers: of each pruned range, by the pool's layer."""
-
-    layers: dict[int, list[Chosen]]
-    moved_bytes: int
-
-
-@dataclass
-class Ahead:
-    """Entries being chosen in the background: first the source comes, then they are chosen."""
-
-    fetch: Fetch[RefreshSource | None]
-    windows: Mapping[int, QueryWindow]
-    choose: Choose
-    background: Background
-    choosing: Future[Choices | None] | None = None
-
-    def drop(self) -> None:
-        """They are not wanted any more."""
-        if self.choosing is None:
-            self.fetch.cancel(_release)
-        elif self.choosing.cancel():
-            _release(self.fetch.result)
-
-
 class RefreshPrefetch:
     """See the module docstring.
 
     names:     of this server's KV, as the model is loaded now.
     near_data: let the tier choose where it can, instead of fetching the exact KV.
-    wait_s:    that requests have waited for what came, together.
+    wait_s:    that requests have waited for what arrived, together.
     """
 
     def __init__(
@@ -134,23 +69,14 @@ class RefreshPrefetch:
         self.rule, self.near_data = rule, near_data
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
-        self._pending: dict[str, PendingRefresh] = {}
-        self._ahead: dict[str, Ahead] = {}
+        self._ahead: set[Ahead] = set()
         self._chooser = ThreadPoolExecutor(1, thread_name_prefix="kvtier-refresh")
 
-    def __bool__(self) -> bool:
-        return bool(self._pending)
-
-    @property
-    def open(self) -> list[PendingRefresh]:
-        """The refreshes that are awaited, in the order in which they were asked for."""
-        return [pending for pending in self._pending.values() if pending.came is None]
-
-    def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
+    def ask(self, state: RefreshState, context: CompactedContext, patience_s: float) -> None:
         """Ask for what a refresh of the context needs. patience_s: how long computing it takes."""
-        self.forget(rid)
-        now = time.monotonic()
-        self._pending[rid] = PendingRefresh(self._fetch(context), context, now, now + patience_s)
+        state.cancel_refresh_wait()
+        deadline = time.monotonic() + patience_s
+        state.refresh_wait = RefreshWait(self._fetch(context), deadline, context)
 
     def _fetch(self, context: CompactedContext) -> Fetch[RefreshSource | None]:
         names = self.names()
@@ -189,55 +115,33 @@ class RefreshPrefetch:
             return None
         return FetchedSource(host, ranges, self.rule, self.layouts)
 
-    def settled(self, rid: str) -> bool:
-        """Return whether the request need not wait (any longer)."""
-        pending = self._pending.get(rid)
-        return pending is None or pending.came is not None
-
-    def take(self, rid: str) -> tuple[CompactedContext, RefreshSource | None] | None:
-        """Return what a settled request waited for, once, and what came, which the caller owns;
-        None where it did not wait for anything."""
-        pending = self._pending.pop(rid, None)
-        if pending is None:
-            return None
-        source = pending.fetch.result if pending.came else None
+    def pop_result(self, wait: RefreshWait) -> RefreshSource | None:
+        """Return what arrived of a wait that is over; the caller owns it."""
+        source = wait.result
         if source is None:
-            pending.fetch.cancel(_release)
+            wait.cancel()
             self.counters["refresh_missed"] += 1
         else:
-            self.wait_s += time.monotonic() - pending.asked
-        return pending.context, source
-
-    def forget(self, rid: str) -> None:
-        pending = self._pending.pop(rid, None)
-        if pending is not None:
-            pending.fetch.cancel(_release)
-        ahead = self._ahead.pop(rid, None)
-        if ahead is not None:
-            ahead.drop()
-
-    def clear(self) -> None:
-        for rid in list(self._pending):
-            self.forget(rid)
+            self.wait_s += time.monotonic() - wait.asked_s
+        return source
 
     @property
     def can_choose_ahead(self) -> bool:
         return len(self._ahead) < AHEAD_AT_A_TIME
 
     def choose_ahead(
-        self,
-        rid: str,
-        context: CompactedContext,
-        windows: Mapping[int, QueryWindow],
-        choose: Choose,
+        self, refreshing: Refreshing, windows: Mapping[int, QueryWindow], choose: Choose
     ) -> None:
         """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
         device = next(iter(windows.values())).q.device
-        self._ahead[rid] = Ahead(self._fetch(context), windows, choose, Background(device))
+        fetch = self._fetch(refreshing.context)
+        refreshing.ahead = Ahead(self._ahead, fetch, windows, choose, Background(device))
+        self._ahead.add(refreshing.ahead)
 
-    def chosen_ahead(self, rid: str) -> tuple[bool, Choices | None]:
+    def chosen_ahead(self, refreshing: Refreshing) -> tuple[bool, Choices | None]:
         """Return whether the work of `choose_ahead` is over, and what came of it, once."""
-        ahead = self._ahead[rid]
+        ahead = refreshing.ahead
+        assert ahead is not None, "nothing is chosen ahead"
         if not ahead.fetch.done:
             return False, None
         if ahead.fetch.result is not None and ahead.choosing is None:
@@ -246,7 +150,8 @@ class RefreshPrefetch:
             return False, None
         if ahead.choosing is not None and not ahead.choosing.done():
             return False, None
-        del self._ahead[rid]
+        refreshing.ahead = None
+        self._ahead.discard(ahead)
         choices = None if ahead.choosing is None else ahead.choosing.result()
         if choices is None:
             self.counters["refresh_missed"] += 1
@@ -277,9 +182,4 @@ def _choose(source: RefreshSource, ahead: Ahead) -> Choices | None:
         source.release()
 
 
-def _release(source: RefreshSource | None) -> None:
-    if source is not None:
-        source.release()
-
-
-__all__ = ["Choices", "CompactedContext", "RefreshPrefetch"]
+__all__ = ["RefreshPrefetch"]

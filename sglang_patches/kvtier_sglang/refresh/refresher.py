@@ -25,8 +25,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -35,44 +35,13 @@ from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.transport.connection import Deadline
 from kvtier_kernels import HeadMap
 from kvtier_kernels.fp8 import put, take
-from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, slots_as_entries
 from kvtier_sglang.refresh.sources import Choose, FetchedSource, RefreshSource
+from kvtier_sglang.refresh.state import Contexts, Refreshing
 
 # The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
 # so long all requests of the engine wait.
 LONGEST_PASS_S = 2.0
-
-
-class Contexts(Protocol):
-    """The cache that keeps the contexts, as far as a refresh asks it."""
-
-    @property
-    def allocator(self) -> BundleAllocator:
-        """Owns the slots that they are in."""
-
-    def pruned_ranges(self, rid: str) -> list[PrunedRange]:
-        """The ranges that heads keep a part of, of the prefix a request was admitted with."""
-
-    def make_room(self, num_slots: int) -> None:
-        """Evict what is needed for so many slots of whole bundles, as far as that can be."""
-
-    def hold_private(self, slots: int) -> None:
-        """A running request got slots of its own."""
-
-
-@dataclass
-class Refreshing:
-    """One request's refresh. slots: its own, of each pruned range, once it has begun.
-
-    source:        None where the tier had nothing in time; it may have when it is asked again
-    prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
-    """
-
-    ranges: list[PrunedRange]
-    source: RefreshSource | None
-    prompt_tokens: int
-    slots: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -104,7 +73,6 @@ class Refresher(ABC):
         self.heads = heads
         self.counters: Counter[str] = Counter()
         self.refresh_s = 0.0
-        self._waiting: dict[str, Refreshing] = {}
         self._active: list[Active] = []
         self._patience_s = LONGEST_PASS_S if patience_s is None else patience_s
         self._deadline = Deadline(self._patience_s)
@@ -115,26 +83,6 @@ class Refresher(ABC):
         assert self.pool.packed is not None, "a pool that does not pack"
         return self.pool.packed
 
-    # -- from the tree --
-
-    def offer(self, rid: str, refreshing: Refreshing) -> None:
-        """A request that will be admitted has what its refresh needs, or may get it later."""
-        self.forget(rid)
-        self._waiting[rid] = refreshing
-
-    def forget(self, rid: str) -> int:
-        """The request ended, in whatever way; returns how many slots of its own were freed."""
-        refreshing = self._waiting.pop(rid, None)
-        if refreshing is None:
-            return 0
-        if refreshing.source is not None:
-            refreshing.source.release()
-        freed = 0
-        for slots in refreshing.slots:
-            self.allocator.free(slots)
-            freed += slots.numel()
-        return freed
-
     # -- from the attention backend --
 
     def begin_pass(
@@ -144,33 +92,33 @@ class Refresher(ABC):
         stops: list[int],
         q_indptr: tuple[int, ...],
         rows: torch.Tensor,
-    ) -> list[str]:
-        """A prefill pass begins: requests whose prompt it ends get entries of their own. Returns
-        those that will not be refreshed after all.
+    ) -> None:
+        """A prefill pass begins: requests whose prompt it ends get entries of their own, or will
+        not be refreshed after all.
 
         rows: the table of request rows; requests: their indices; stops: tokens after the pass.
         """
-        self._active, given_up = [], []
+        self._active = []
         self._deadline = Deadline(self._patience_s)
         for index, (rid, request, stop) in enumerate(zip(rids, requests, stops, strict=True)):
-            refreshing = self._waiting.get(rid)
-            if refreshing is None or refreshing.slots or stop < refreshing.prompt_tokens:
+            state = self.contexts.requests.get(rid)
+            if state is None or state.refreshing is None:
+                continue
+            refreshing = state.refreshing
+            if refreshing.slots or stop < refreshing.prompt_tokens:
                 continue
             if self.contexts.pruned_ranges(rid) != refreshing.ranges:
                 # The context was evicted or is another variant since its KV was asked for.
                 self.counters["refresh_outdated"] += 1
-                self.forget(rid)
-                given_up.append(rid)
+                state.end_refresh()
                 continue
             part = slice(q_indptr[index], q_indptr[index + 1])
             if refreshing.source is not None:
                 if not self._begin(refreshing, rows[request]):
-                    self.forget(rid)
-                    given_up.append(rid)
+                    state.end_refresh()
                     continue
                 self.counters["refreshed_turns"] += 1
             self._active.append(Active(rid, refreshing, part))
-        return given_up
 
     @property
     def refreshed_in_pass(self) -> list[str]:
@@ -228,9 +176,11 @@ class Refresher(ABC):
         if self.packed.log_votes is not None:
             self.packed.let_vote(own)
 
-    def layer(self, index: int, q: torch.Tensor, scale: float) -> list[tuple[str, QueryWindow]]:
-        """Refresh the pool's `index`-th layer of the requests of this pass. Returns each request
-        with the queries that it is refreshed for, now or later.
+    def layer(
+        self, index: int, q: torch.Tensor, scale: float
+    ) -> list[tuple[Refreshing, QueryWindow]]:
+        """Refresh the pool's `index`-th layer of the requests of this pass. Returns the refresh of
+        each with the queries that it is for, now or later.
 
         q: `[tokens, KV heads, group, dim]`, all heads, rotated.
         """
@@ -243,7 +193,7 @@ class Refresher(ABC):
         for active in self._active:
             window = QueryWindow(heads.select(q[active.rows][-newest:]), scale)
             refreshing = active.refreshing
-            windows.append((active.rid, window))
+            windows.append((refreshing, window))
             if refreshing.source is None:
                 continue
             if not self._refresh(index, refreshing, refreshing.source, window):
@@ -425,4 +375,4 @@ class ProfileRefresher(Refresher):
                 put(side, more, side.new_zeros((more.numel(), side.shape[-1])))
 
 
-__all__ = ["AdaptiveRefresher", "Contexts", "ProfileRefresher", "Refresher", "Refreshing"]
+__all__ = ["AdaptiveRefresher", "ProfileRefresher", "Refresher"]

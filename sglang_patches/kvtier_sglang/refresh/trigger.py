@@ -16,14 +16,15 @@ likely elsewhere. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import QueryWindow
-from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
-from kvtier_sglang.refresh.refresher import Refresher, Refreshing
+from kvtier_sglang.refresh.prefetch import RefreshPrefetch
+from kvtier_sglang.refresh.refresher import Refresher
+from kvtier_sglang.refresh.state import Refreshing
 
 # The trigger looks every so many tokens whether attention has moved on: a look costs as much as a
 # few decode steps over the kept entries of one context.
@@ -48,123 +49,96 @@ class TriggerRule:
             raise UsageError("moved", "a number in (0, 1)", self.moved)
 
 
-@dataclass
-class Watched:
-    """A request that generates.
-
-    windows: newest queries by layer, `[1 or more, CA heads, group, dim]` each, newest last
-    looked:  what its layers looked at when its entries were chosen, `[heads, entries]`
-    since:   tokens generated since then
-    """
-
-    refreshing: Refreshing
-    context: CompactedContext
-    scale: float = 1.0
-    windows: dict[int, deque[torch.Tensor]] = field(default_factory=dict)
-    looked: dict[int, torch.Tensor] = field(default_factory=dict)
-    since: int = 0
-    asked: bool = False
-
-
 class RefreshTrigger:
     """See the module docstring."""
 
     def __init__(self, refresher: Refresher, prefetch: RefreshPrefetch, rule: TriggerRule) -> None:
         self.refresher, self.prefetch, self.rule = refresher, prefetch, rule
-        self._watched: dict[str, Watched] = {}
-        self._rows: list[tuple[int, Watched]] = []
+        self._rows: list[tuple[int, Refreshing]] = []
 
-    def watch(self, rid: str, refreshing: Refreshing, context: CompactedContext) -> None:
-        """The request's turn begins."""
-        self._watched[rid] = Watched(refreshing, context)
-
-    def forget(self, rid: str) -> None:
-        self._watched.pop(rid, None)
-
-    def began(self, rid: str, index: int, window: QueryWindow) -> None:
+    def began(self, refreshing: Refreshing, index: int, window: QueryWindow) -> None:
         """A layer's newest queries of the prompt."""
-        watched = self._watched.get(rid)
-        if watched is not None:
-            watched.scale = window.scale
-            self._remember(watched, index, window.q)
+        refreshing.scale = window.scale
+        self._remember(refreshing, index, window.q)
 
     def begin_pass(self, rids: list[str], requests: list[int], rows: torch.Tensor) -> None:
         """A decode pass begins, one token per request; see Refresher.begin_pass."""
         self._rows = []
+        states = self.refresher.contexts.requests
         for place, (rid, request) in enumerate(zip(rids, requests, strict=True)):
-            watched = self._watched.get(rid)
-            if watched is None or not watched.windows:
+            state = states.get(rid)
+            if state is None or state.refreshing is None or not state.refreshing.windows:
                 continue
-            self._rows.append((place, watched))
-            watched.since += 1
-            if watched.asked:
-                self._perhaps_write(rid, watched, rows[request])
+            refreshing = state.refreshing
+            self._rows.append((place, refreshing))
+            refreshing.since += 1
+            if refreshing.ahead is not None:
+                self._perhaps_write(refreshing, rows[request])
                 # Its entries may be in slots of its own since now.
                 self.refresher.pool.moved.add(request)
-            elif self.prefetch.can_choose_ahead and self._due(watched):
-                row = None if watched.refreshing.slots else rows[request]
-                choose = self.refresher.chooser(watched.refreshing, row)
-                self.prefetch.choose_ahead(rid, watched.context, self._windows(watched), choose)
-                watched.asked = True
+            elif self.prefetch.can_choose_ahead and self._due(refreshing):
+                row = None if refreshing.slots else rows[request]
+                choose = self.refresher.chooser(refreshing, row)
+                self.prefetch.choose_ahead(refreshing, self._windows(refreshing), choose)
 
     def record(self, index: int, q: torch.Tensor) -> None:
         """The queries of a decode pass in the pool's `index`-th layer: `[tokens, KV heads, group,
         dim]`."""
         heads = self.refresher.heads[index]
-        for place, watched in self._rows:
-            if index in watched.windows:
-                self._remember(watched, index, heads.select(q[place : place + 1]))
+        for place, refreshing in self._rows:
+            if index in refreshing.windows:
+                self._remember(refreshing, index, heads.select(q[place : place + 1]))
 
-    def _remember(self, watched: Watched, index: int, q: torch.Tensor) -> None:
+    def _remember(self, refreshing: Refreshing, index: int, q: torch.Tensor) -> None:
         newest = self.refresher.rule.keepkv.window_queries
-        kept = watched.windows.setdefault(index, deque(maxlen=newest))
+        kept = refreshing.windows.setdefault(index, deque(maxlen=newest))
         kept.extend(torch.split(q.clone(), 1))
 
-    def _windows(self, watched: Watched) -> dict[int, QueryWindow]:
+    def _windows(self, refreshing: Refreshing) -> dict[int, QueryWindow]:
         return {
-            index: QueryWindow(torch.cat(tuple(kept)), watched.scale)
-            for index, kept in watched.windows.items()
+            index: QueryWindow(torch.cat(tuple(kept)), refreshing.scale)
+            for index, kept in refreshing.windows.items()
         }
 
-    def _due(self, watched: Watched) -> bool:
+    def _due(self, refreshing: Refreshing) -> bool:
         every, moved = self.rule.every_tokens, self.rule.moved
-        if every is not None and watched.since >= every:
+        if every is not None and refreshing.since >= every:
             return True
-        if moved is None or watched.since % LOOK_EVERY_TOKENS:
+        if moved is None or refreshing.since % LOOK_EVERY_TOKENS:
             return False
-        if not watched.refreshing.slots:
+        if not refreshing.slots:
             # The tier had nothing in time when the turn began; it may have now.
             return True
-        now = self._look(watched)
-        if not watched.looked:
+        now = self._look(refreshing)
+        if not refreshing.looked:
             # The first look: the queries since are still those the entries were chosen for.
-            watched.looked = now
+            refreshing.looked = now
             return False
         distances = [
-            (now[i] - watched.looked[i]).abs().sum() / (2 * len(self.refresher.heads[i].heads))
+            (now[i] - refreshing.looked[i]).abs().sum() / (2 * len(self.refresher.heads[i].heads))
             for i in now
         ]
         return bool(torch.stack(distances).mean() > moved)
 
-    def _look(self, watched: Watched) -> dict[int, torch.Tensor]:
+    def _look(self, refreshing: Refreshing) -> dict[int, torch.Tensor]:
         """Return the attention of the newest queries to a request's own entries, by layer: see
         Refresher.attention."""
         return {
-            index: self.refresher.attention(index, watched.refreshing.slots, window)
-            for index, window in self._windows(watched).items()
+            index: self.refresher.attention(index, refreshing.slots, window)
+            for index, window in self._windows(refreshing).items()
         }
 
-    def _perhaps_write(self, rid: str, watched: Watched, row: torch.Tensor) -> None:
-        done, choices = self.prefetch.chosen_ahead(rid)
+    def _perhaps_write(self, refreshing: Refreshing, row: torch.Tensor) -> None:
+        done, choices = self.prefetch.chosen_ahead(refreshing)
         if not done:
             return
-        watched.asked, watched.since = False, 0
+        refreshing.since = 0
         if choices is None:
             return
-        if self.refresher.write_all(watched.refreshing, row, choices.layers):
+        if self.refresher.write_all(refreshing, row, choices.layers):
             self.refresher.counters["refreshed_again"] += 1
             self.refresher.counters["refresh_moved_bytes"] += choices.moved_bytes
-            watched.looked = {} if self.rule.moved is None else self._look(watched)
+            refreshing.looked = {} if self.rule.moved is None else self._look(refreshing)
 
 
 __all__ = ["RefreshTrigger", "TriggerRule"]

@@ -1,6 +1,6 @@
 """The refresh of a server's turns: what the cache and the attention backend call.
 
-    cache        ask ... settled ... (admitted) ... forget
+    cache        ask ... is_ready ... (admitted)
     attention    begin_prefill, layer, end_pass        entries chosen again when a turn begins
                  begin_decode, record                  and, where there is a trigger, during it
 
@@ -9,17 +9,17 @@ Scheduler thread only (the forward pass runs in it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.tier.prefetch import HostSpans
-from kvtier_sglang.ranks import Awaited
-from kvtier_sglang.refresh.prefetch import CompactedContext, RefreshPrefetch
-from kvtier_sglang.refresh.refresher import Contexts, Refresher, Refreshing
+from kvtier_sglang.refresh.prefetch import RefreshPrefetch
+from kvtier_sglang.refresh.refresher import Refresher
 from kvtier_sglang.refresh.sources import FetchedSource, RefreshSource
+from kvtier_sglang.refresh.state import CompactedContext, Contexts, Refreshing, RefreshState
 from kvtier_sglang.refresh.trigger import RefreshTrigger, TriggerRule
 from kvtier_sglang.tier.connector import TierConnector
 
@@ -39,40 +39,32 @@ class TurnRefresh:
 
     # -- from the cache --
 
-    def ask(self, rid: str, context: CompactedContext, patience_s: float) -> None:
+    def ask(self, state: RefreshState, context: CompactedContext, patience_s: float) -> None:
         """A request arrived whose prefix is compressed: fetch what its refresh needs."""
-        self.prefetch.ask(rid, context, patience_s)
+        self.prefetch.ask(state, context, patience_s)
 
-    @property
-    def open(self) -> Sequence[Awaited]:
-        """The answers that requests wait for and the ranks have not settled yet."""
-        return self.prefetch.open
-
-    @property
-    def is_awaited(self) -> bool:
-        """Return whether any request waits for what its refresh needs."""
-        return bool(self.prefetch)
-
-    def settled(self, rid: str, prompt_tokens: int) -> bool:
-        """Return whether what a refresh needs came, will not come, or is not waited for."""
-        if not self.prefetch.settled(rid):
+    def is_ready(self, state: RefreshState, prompt_tokens: int) -> bool:
+        """Return whether what a refresh needs arrived, will not arrive, or is not waited for."""
+        wait = state.refresh_wait
+        if wait is None:
+            return True
+        if wait.arrived is None:
             return False
-        taken = self.prefetch.take(rid)
-        if taken is not None:
-            self._offer(rid, *taken, prompt_tokens)
+        state.refresh_wait = None
+        self._offer(state, wait.context, self.prefetch.pop_result(wait), prompt_tokens)
         return True
 
     def offer_restored(
-        self, rid: str, context: CompactedContext, host: HostSpans, prompt_tokens: int
+        self, state: RefreshState, context: CompactedContext, host: HostSpans, prompt_tokens: int
     ) -> None:
         """A context was restored from `host`, which the refresh owns from now on."""
         prefetch = self.prefetch
         source = FetchedSource(host, context.ranges, prefetch.rule, prefetch.layouts)
-        self._offer(rid, context, source, prompt_tokens)
+        self._offer(state, context, source, prompt_tokens)
 
     def _offer(
         self,
-        rid: str,
+        state: RefreshState,
         context: CompactedContext,
         source: RefreshSource | None,
         prompt_tokens: int,
@@ -80,21 +72,8 @@ class TurnRefresh:
         """The request will be admitted; without a source it may be refreshed later."""
         if source is None and self.trigger is None:
             return
-        refreshing = Refreshing(context.ranges, source, prompt_tokens)
-        self.refresher.offer(rid, refreshing)
-        if self.trigger is not None:
-            self.trigger.watch(rid, refreshing, context)
-
-    def forget(self, rid: str) -> int:
-        """The request ended, in whatever way; returns how many slots of its own were freed."""
-        self.prefetch.forget(rid)
-        if self.trigger is not None:
-            self.trigger.forget(rid)
-        return self.refresher.forget(rid)
-
-    def clear(self) -> None:
-        """Requests that wait are not waited for."""
-        self.prefetch.clear()
+        state.end_refresh()
+        state.refreshing = Refreshing(self.refresher.contexts, context, source, prompt_tokens)
 
     def report(self) -> dict[str, Any]:
         """Return the seconds and the counters of refreshes for the server's internal state."""
@@ -120,15 +99,13 @@ class TurnRefresh:
         rows: torch.Tensor,
     ) -> None:
         """See Refresher.begin_pass."""
-        for rid in self.refresher.begin_pass(rids, requests, stops, q_indptr, rows):
-            if self.trigger is not None:
-                self.trigger.forget(rid)
+        self.refresher.begin_pass(rids, requests, stops, q_indptr, rows)
 
     def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
         """See Refresher.layer."""
-        for rid, window in self.refresher.layer(index, q, scale):
+        for refreshing, window in self.refresher.layer(index, q, scale):
             if self.trigger is not None:
-                self.trigger.began(rid, index, window)
+                self.trigger.began(refreshing, index, window)
 
     def end_pass(self) -> None:
         self.refresher.end_pass()

@@ -1,10 +1,8 @@
 """The tier as the cache sees it: it is asked for the KV of prompts, and exact KV goes there.
 
-    prefetch     a request arrived: the tier is asked for what the tree lacks
-    settled      it waits in the queue for the answer, never longer than computing what it asked
-                 for would take, and LONGEST_WAIT_S at the most; or as long as the settings say
-    landed       what came, in host memory
-    take         it is admitted: what came is the cache's, to be restored
+    prefetch     a request arrived: the tier is asked for what the tree lacks (prefetch.py). It
+                 waits in the queue for the answer, never longer than computing what it asked for
+                 would take, and LONGEST_WAIT_S at the most; or as long as the settings say
     published    its own KV leaves (spiller.py)
     ended        ... with the record of how its turn was compressed
 
@@ -16,8 +14,8 @@ while the cache may hold KV of the weights before, nothing is asked for, awaited
     weights_change    an update begins (any of SGLang's calls that can change weights)
     cache_flushed     the tier is used again, under new names
 
-The connector knows requests, never nodes or the tree. All of it runs in the scheduler's thread
-only."""
+The connector knows requests (state.py), never nodes or the tree. All of it runs in the scheduler's
+thread only."""
 
 from __future__ import annotations
 
@@ -30,16 +28,14 @@ from typing import Any
 
 import torch
 
-from kvtier.memory.storage import PrefixMemory
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier.tier.blobs.turns import NodeRecord
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch import Landed, Layouts, Lookup
-from kvtier_sglang.ranks import Awaited
+from kvtier.tier.prefetch import Layouts, Lookup
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
-from kvtier_sglang.tier.prefetch import REFUSED, PendingFetch, PendingFetches
+from kvtier_sglang.tier.prefetch import REFUSED, TierPrefetch
 from kvtier_sglang.tier.scopes import (
     memory_in,
     separated,
@@ -48,7 +44,8 @@ from kvtier_sglang.tier.scopes import (
     without_share,
 )
 from kvtier_sglang.tier.setup import NamedModel
-from kvtier_sglang.tier.spiller import Spiller
+from kvtier_sglang.tier.spiller import Spiller, Turn
+from kvtier_sglang.tier.state import KvWait, TierState
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +59,6 @@ class TierConnector:
     link:    the link, which the connector owns; model: the model whose KV this is.
     rules:   the rules that a stored turn must have been compressed by.
     names:   the names of this server's KV, until its weights change.
-    memory_of: returns the memory that a request was matched behind; None: there are none.
     drain_s: longest wait for what is on its way to the tier when the server ends.
     patience_s: longest wait of a request, whatever was measured; None: as the cost model says.
     """
@@ -75,12 +71,10 @@ class TierConnector:
         rules: TurnRules,
         *,
         cost_model: CostModel | None = None,
-        memory_of: Callable[[str], PrefixMemory | None] | None = None,
         drain_s: float = 0.0,
         patience_s: float | None = None,
     ) -> None:
         self.link, self.model, self.codec, self.rules = link, model, codec, rules
-        self.memory_of = memory_of or (lambda rid: None)
         self.drain_s = drain_s
         self._patience_s = patience_s
         self.names = names = model.names()
@@ -89,22 +83,18 @@ class TierConnector:
         self._renamed = self._outdated = False
         self.cost_model = cost_model or CostModel()
         self.counters: Counter[str] = Counter()
-        self.fetches = PendingFetches(link)
+        self.fetches = TierPrefetch(link)
         self.spiller = Spiller(link, codec, names)
         self.layouts = Layouts(codec.layout(names.span_tokens))
-        # The times when requests' chunks began: at the last match, or where the last chunk ended.
-        self._clock: dict[str, float] = {}
 
     # -- whose KV this is --
 
     def weights_change(self, *, cached: bool) -> None:
-        """Forget what is fetched and spilled, as the weights are about to change, or may: KV of the
-        weights before must not be used for what is computed after. cached: whether the cache holds
-        any; the tier is not used then until it is flushed."""
+        """Note that the weights are about to change, or may, and that nothing is fetched or spilled
+        any more: KV of the weights before must not be used for what is computed after. cached:
+        whether the cache holds any; the tier is not used then until it is flushed."""
         self.counters["weight_changes"] += 1
         self._renamed = True
-        self.fetches.clear()
-        self.spiller.clear()
         if cached and not self._outdated:
             self._outdated = True
             logger.warning(
@@ -114,7 +104,6 @@ class TierConnector:
 
     def cache_flushed(self) -> None:
         """Use the tier again, as the cache holds nothing any more, and no request waits."""
-        self.fetches.clear()
         if self._outdated:
             logger.info("the cache is flushed since the weights changed: the tier is used again")
         self._outdated = False
@@ -129,13 +118,15 @@ class TierConnector:
             self._renamed = False
         return True
 
-    def scope(self, rid: str, extra_key: str | None, cache_salt: str | None) -> Scope | None:
+    def scope(
+        self, state: TierState, extra_key: str | None, cache_salt: str | None
+    ) -> Scope | None:
         """Return where a request's KV is in the tier, by its `extra_key` (scopes.py); None where it
         has no place there now. That is so while the weights change, for an adapter that is not
         loaded, and for a request whose prefix memory was dropped before it was matched."""
         if not self._is_usable:
             return None
-        memory = self.memory_of(rid)
+        memory = state.memory
         if memory_in(extra_key) != (memory and memory.digest):
             return None
         extra, lora_id = separated(without_share(without_memory(extra_key)))
@@ -149,7 +140,9 @@ class TierConnector:
 
     # -- prefetching --
 
-    def prefetch(self, rid: str, matched: Any, new: Any, scope: Scope, *, shared: bool) -> None:
+    def prefetch(
+        self, state: TierState, matched: Any, new: Any, scope: Scope, *, shared: bool
+    ) -> None:
         """Ask for a request's `new` tokens, which follow those that the cache has. shared: other
         ranks may ask for it where this one does not, and will want to know."""
         least = self.names.span_tokens
@@ -157,8 +150,8 @@ class TierConnector:
             return
         if not self.loading_pays:
             if shared:
-                self.fetches.decline(rid, scope)
-            self.fetches.said[rid] = REFUSED
+                self.fetches.decline(state, scope)
+            state.miss_reason = REFUSED
             return
         lookup = Lookup(
             names=self.names,
@@ -171,7 +164,7 @@ class TierConnector:
             layouts=self.layouts,
             least=least,
         )
-        self.fetches.ask(rid, lookup, self.patience_s(len(new)))
+        self.fetches.ask(state, lookup, self.patience_s(len(new)))
 
     def patience_s(self, tokens: int) -> float:
         """Return how long a request waits for the exact KV of so many tokens."""
@@ -190,57 +183,26 @@ class TierConnector:
         span = self.names.span_tokens
         return self.codec.layout(span).num_bytes // span
 
-    @property
-    def open(self) -> Sequence[Awaited]:
-        """The answers that requests wait for and the ranks have not settled yet."""
-        return self.fetches.open
-
-    @property
-    def is_awaited(self) -> bool:
-        """Return whether any request waits for the tier."""
-        return bool(self.fetches)
-
-    def settled(self, rid: str) -> bool:
-        """Return whether the request need not wait for the tier (any longer)."""
-        return self.fetches.settled(rid)
-
-    def landed(self, rid: str) -> Landed | None:
-        return self.fetches.landed(rid)
-
-    def take(self, rid: str) -> PendingFetch | None:
-        """Hand what came to the caller, who drops it."""
-        return self.fetches.take(rid)
-
-    def restored(self, pending: PendingFetch, tokens: int, seconds: float) -> None:
-        """Note that so many tokens of what came were written into the pool, in so many seconds.
+    def restored(self, wait: KvWait, tokens: int, seconds: float) -> None:
+        """Note that so many tokens of what arrived were written into the pool, in so many seconds.
         Waiting behind other requests' questions, and for the scheduler to look, is not loading: a
         busy server would take its tier for a slow one."""
         self.counters["restored_requests"] += 1
         self.counters["restored_tokens"] += tokens
-        loading_s = pending.fetch.took_s + seconds
+        loading_s = wait.fetch.took_s + seconds
         self.cost_model.loaded(loading_s, tokens, tokens * self.token_bytes)
-
-    def forget_prefetch(self, rid: str) -> None:
-        """Let nothing be fetched for the request any more."""
-        self.fetches.forget(rid)
-
-    def forget(self, rid: str) -> None:
-        """Forget what is fetched and was said of a request that ended, in whatever way."""
-        self.fetches.forget(rid)
-        self.fetches.said.pop(rid, None)
-        self._clock.pop(rid, None)
 
     # -- spilling --
 
-    def matched(self, rid: str) -> None:
+    def matched(self, state: TierState) -> None:
         """Note that a request was matched and may compute from now on."""
-        memory = self.memory_of(rid)
-        self.fetches.stays_behind(rid, "" if memory is None else memory.digest)
-        self._clock[rid] = time.monotonic()
+        state.cancel_unless("" if state.memory is None else state.memory.digest)
+        state.chunk_began_s = time.monotonic()
 
     def published(
         self,
         req: Any,
+        state: TierState,
         slots: torch.Tensor,
         *,
         exact: bool,
@@ -250,39 +212,31 @@ class TierConnector:
         before. slots: its slots, any integers. exact: whether it computes with nothing dropped
         before it. elsewhere: returns at most so many tokens that follow, in each of some other
         turns, what it began behind."""
-        rid, held, finished = req.rid, req.kv.cache_protected_len, req.finished()
-        self.fetches.forget(rid)
-        if not self.spiller.known(rid):
-            scope = self.scope(rid, req.extra_key, req.cache_salt)
+        held, finished = req.kv.cache_protected_len, req.finished()
+        state.cancel_kv_wait()
+        if state.turn is None:
+            scope = self.scope(state, req.extra_key, req.cache_salt)
             if scope is not None:
                 others = elsewhere(self.names.span_tokens)
-                self.spiller.begin(rid, held, scope, exact=exact, elsewhere=others)
+                state.turn = self.spiller.begin(held, scope, exact=exact, elsewhere=others)
         began = time.monotonic()
         # This measures how fast prompts are computed; the last checkpoint has decoding in it.
-        if rid in self._clock and not finished:
-            self.cost_model.computed(began - self._clock[rid], len(slots) - held)
-        self._clock[rid] = began
-        spill = self.spiller.ended if finished else self.spiller.published
-        spill(rid, req.full_untruncated_fill_ids[: len(slots)], slots)
+        if state.chunk_began_s is not None and not finished:
+            self.cost_model.computed(began - state.chunk_began_s, len(slots) - held)
+        state.chunk_began_s = began
+        if state.turn is not None:
+            spill = self.spiller.ended if finished else self.spiller.published
+            spill(state.turn, req.full_untruncated_fill_ids[: len(slots)], slots)
         self.cost_model.spilled(time.monotonic() - began)
 
-    def is_behind_a_drop(self, rid: str) -> None:
-        """Note that what a request computes from now on sees KV of which something was dropped."""
-        self.spiller.is_behind_a_drop(rid)
-
-    def ended(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
+    def ended(self, turn: Turn, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
         """Store the record of a turn whose nodes are what they will be. Returns how many of its
         tokens were handed over, the newest ones of its context."""
-        return self.spiller.compressed(rid, token_ids, nodes)
-
-    def forget_spilling(self, rid: str) -> None:
-        """Forget what is spilled of a request that is gone, or will start again."""
-        self.spiller.forget(rid)
+        return self.spiller.compressed(turn, token_ids, nodes)
 
     def close(self) -> None:
         """Wait `drain_s` at the most for what is on its way to the tier, as the server ends: its
         requests are done, but their newest turns may be among that."""
-        self.fetches.clear()
         if self.link.pending:
             logger.info(
                 "the server ends: %d calls to the tier are waited for, %g s at the most",

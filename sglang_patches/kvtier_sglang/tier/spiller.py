@@ -141,39 +141,28 @@ class Spiller:
         self.codec = codec
         self.names = names
         self.counters: Counter[str] = Counter()
-        self._turns: dict[str, Turn] = {}
 
     def begin(
         self,
-        rid: str,
         prefix_tokens: int,
         scope: Scope,
         *,
         exact: bool,
         elsewhere: Sequence[Sequence[int]] = (),
-    ) -> None:
-        """Begin the spilling of a request that starts computing behind a prefix that the tree had.
+    ) -> Turn:
+        """Return the spilling of a request that starts computing behind a prefix that the tree had.
         elsewhere: tokens that follow that prefix in other turns, a span's or fewer of each."""
         span = self.names.span_tokens
         whole = prefix_tokens // span * span
         chains = self.names.chains(scope)
-        self._turns[rid] = Turn(chains, prefix_tokens, elsewhere, whole, exact, scope.memory_tokens)
+        return Turn(chains, prefix_tokens, elsewhere, whole, exact, scope.memory_tokens)
 
-    def known(self, rid: str) -> bool:
-        return rid in self._turns
-
-    def is_behind_a_drop(self, rid: str) -> None:
-        """Note that what a request computes from now on sees KV of which something was dropped."""
-        if rid in self._turns:
-            self._turns[rid].exact = False
-
-    def published(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+    def published(self, turn: Turn, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """Spill the whole spans of a request that are due. token_ids: its first tokens, as far as
         they are computed; slots: theirs, any integers."""
-        turn = self._turns.get(rid)
         span = self.names.span_tokens
         stop = len(token_ids) // span * span
-        if turn is None or stop <= turn.spilled or not self._fitting(span):
+        if stop <= turn.spilled or not self._fitting(span):
             return
         turn.chains.extend(token_ids)
         if self._joins(turn, slots[turn.spilled : turn.spilled + span]):
@@ -268,13 +257,10 @@ class Spiller:
         self.counters["spill_bytes"] += layout.num_bytes
         return True
 
-    def ended(self, rid: str, token_ids: Sequence[int], slots: torch.Tensor) -> None:
+    def ended(self, turn: Turn, token_ids: Sequence[int], slots: torch.Tensor) -> None:
         """Spill what is due of a turn that ended, and its last, partial span; nothing of it is
         freed yet."""
-        self.published(rid, token_ids, slots)
-        turn = self._turns.get(rid)
-        if turn is None:
-            return
+        self.published(turn, token_ids, slots)
         whole, num_tail = divmod(len(token_ids) - turn.spilled, self.names.span_tokens)
         self.counters["spans_shed"] += whole
         if num_tail and not whole and self._fitting(num_tail):
@@ -287,12 +273,9 @@ class Spiller:
                 key = turn.chain.tail_key(begin // self.names.span_tokens, token_ids[begin:])
                 self._send(turn, [key], part, begin)
 
-    def compressed(self, rid: str, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
-        """Store the record of a turn's nodes, which are what they will be, and forget the turn.
-        Returns how many tokens of the turn the link took."""
-        turn = self._turns.pop(rid, None)
-        if turn is None:
-            return 0
+    def compressed(self, turn: Turn, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
+        """Store the record of a turn's nodes, which are what they will be. Returns how many tokens
+        of the turn the link took."""
         # A memory's prefix has no KV, and no record.
         nodes = [node for node in nodes if node.stop > turn.memory_tokens]
         if not 0 < len(nodes) <= MAX_NODES or not self.link.room_bytes:
@@ -306,15 +289,6 @@ class Spiller:
         blob = Blob(key, LAYOUT, [record.encode()])
         self.link.put([blob], replace=True, group=turn.group)
         return turn.sent
-
-    def forget(self, rid: str) -> None:
-        """Forget a request that is gone, or will start again."""
-        self._turns.pop(rid, None)
-
-    def clear(self) -> None:
-        """Forget all turns that are under way. What the link has of them already is stored; the
-        rest is not."""
-        self._turns.clear()
 
 
 def _waiting(payload: HostPayload) -> Callable[[TierClient], bool] | None:

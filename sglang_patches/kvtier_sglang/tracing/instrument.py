@@ -29,8 +29,7 @@ def instrument(cache: Any, tracer: trace.Tracer) -> None:
     wrap(cache, "prefetch_from_storage", spans.ask)
     wrap(cache, "init_load_back", spans.restore)
     wrap(cache, "checkpoint", spans.within)
-    wrap(cache, "on_release", spans.release)
-    wrap(cache, "release_aborted_request", spans.aborted)
+    wrap(cache, "on_release", spans.within)
     wrap(cache.compressor, "end_turn", spans.select)
     if cache.tier is not None:
         wrap(cache.tier, "published", spans.spill)
@@ -52,9 +51,6 @@ class RequestSpans:
 
     def __init__(self, cache: Any, tracer: trace.Tracer) -> None:
         self._cache, self._tracer = cache, tracer
-        # The contexts of requests that are matched and not released.
-        self._contexts: dict[str, Any] = {}
-        self._matches: dict[str, tuple[int, int]] = {}
         # When the pass under way began, and the requests that it refreshes.
         self._pass_began_ns = 0
         self._refreshed: list[str] = []
@@ -67,13 +63,13 @@ class RequestSpans:
         context = context_of(params.req)
         if context is None:
             return method(params)
-        began_ns, rid = time.time_ns(), params.req.rid
-        self._contexts[rid] = context
+        began_ns, state = time.time_ns(), self._cache.requests.of(params.req.rid)
+        state.trace_context = context
         with _attached(context):
             result = method(params)
         found = result.device_prefix_len, result.host_hit_length
-        if self._matches.get(rid) != found:
-            self._matches[rid] = found
+        if state.traced_match != found:
+            state.traced_match = found
             device, tier = found
             self._past_span(
                 "kvtier.match",
@@ -84,7 +80,7 @@ class RequestSpans:
         return result
 
     def ask(self, method: Around, handle: Any, *args: Any, **kwargs: Any) -> Any:
-        with _attached(self._contexts.get(handle.rid)):
+        with _attached(self._context_of(handle.rid)):
             return method(handle, *args, **kwargs)
 
     def submit(self, method: Around, work: Around, **kwargs: Any) -> Any:
@@ -101,7 +97,7 @@ class RequestSpans:
         return method(traced, **kwargs)
 
     def restore(self, method: Around, params: Any) -> Any:
-        with self._span("kvtier.restore", self._contexts.get(params.req.rid)) as span:
+        with self._span("kvtier.restore", self._context_of(params.req.rid)) as span:
             loaded, node = method(params)
             span.set_attribute("tokens", loaded)
         return loaded, node
@@ -109,28 +105,14 @@ class RequestSpans:
     # -- it computes, and ends --
 
     def within(self, method: Around, req: Any, **kwargs: Any) -> Any:
-        with _attached(self._contexts.get(req.rid)):
+        with _attached(self._context_of(req.rid)):
             return method(req, **kwargs)
 
-    def release(self, method: Around, req: Any, **kwargs: Any) -> Any:
-        try:
-            return self.within(method, req, **kwargs)
-        finally:
-            self._forget(req.rid)
-
-    def aborted(self, method: Around, handle: Any) -> Any:
-        self._forget(handle.rid)
-        return method(handle)
-
-    def _forget(self, rid: str) -> None:
-        self._contexts.pop(rid, None)
-        self._matches.pop(rid, None)
-
-    def spill(self, method: Around, req: Any, slots: Any, **kwargs: Any) -> Any:
+    def spill(self, method: Around, *args: Any, **kwargs: Any) -> Any:
         counters = self._cache.tier.spiller.counters
         before = counters["spans_spilled"], counters["spill_bytes"]
         with self._span("kvtier.spill") as span:
-            result = method(req, slots, **kwargs)
+            result = method(*args, **kwargs)
             span.set_attribute("spans", counters["spans_spilled"] - before[0])
             span.set_attribute("bytes", counters["spill_bytes"] - before[1])
         return result
@@ -156,21 +138,24 @@ class RequestSpans:
 
     # -- it is refreshed, inside of a forward pass --
 
-    def begin_pass(self, method: Around, rids: list[str], *args: Any) -> Any:
+    def begin_pass(self, method: Around, *args: Any) -> None:
         self._pass_began_ns = time.time_ns()
-        given_up = method(rids, *args)
+        method(*args)
         self._refreshed = self._cache.refresh.refresher.refreshed_in_pass
-        return given_up
 
     def end_pass(self, method: Around) -> None:
         method()
         for rid in self._refreshed:
-            context = self._contexts.get(rid)
+            context = self._context_of(rid)
             if context is not None:
                 self._past_span("kvtier.refresh", context, self._pass_began_ns, {})
         self._refreshed = []
 
     # -- below --
+
+    def _context_of(self, rid: str) -> Any:
+        state = self._cache.requests.get(rid)
+        return None if state is None else state.trace_context
 
     @contextmanager
     def _span(self, name: str, context: Any = None) -> Iterator[trace.Span]:

@@ -12,7 +12,7 @@ from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 
 from kvtier.errors import UsageError
-from kvtier_sglang.exact_requests import asked_of, recomputed_tokens
+from kvtier_sglang.request_options import asked_of, recomputed_tokens
 
 
 def asks_for_logprobs(s: MiniScheduler, prompt: list[int], start: int, **state) -> Request:

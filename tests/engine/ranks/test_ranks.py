@@ -30,10 +30,10 @@ class Group:
 @dataclass
 class Waiting:
     answer: object
-    came: bool | None = None
+    arrived: bool | None = None
 
-    def settle(self, *, came: bool) -> None:
-        self.came = came
+    def resolve(self, *, arrived: bool) -> None:
+        self.arrived = arrived
 
 
 def pairs() -> list[tuple[object, object]]:
@@ -49,9 +49,9 @@ def one_rank(rank: int, folder: str) -> None:
     with pytest.raises(HeadProfileError, match="no such file"):
         ranks.first(lambda: refuse() if rank == 0 else "well")
     waiting = [Waiting(pair[rank]) for pair in pairs()]
-    ranks.settle(waiting)
-    Path(folder, f"{rank}").write_text(repr([one.came for one in waiting]))
-    ranks.settle([])
+    ranks.resolve_all(waiting)
+    Path(folder, f"{rank}").write_text(repr([one.arrived for one in waiting]))
+    ranks.resolve_all([])
     dist.destroy_process_group()
 
 
@@ -63,18 +63,18 @@ def test_ranks_agree(tmp_path):
     processes.spawn(one_rank, (str(tmp_path),), nprocs=2)
     first, second = ((tmp_path / f"{rank}").read_text() for rank in (0, 1))
     assert first == second
-    for (a, b), came in zip(pairs(), eval(first), strict=True):
+    for (a, b), arrived in zip(pairs(), eval(first), strict=True):
         if Answer.LOST in (a, b):
-            assert came is False, "what one rank has lost is lost to all"
+            assert arrived is False, "what one rank has lost is lost to all"
         elif Answer.AWAITED in (a, b):
-            assert came is None, "a rank still waits"
+            assert arrived is None, "a rank still waits"
         else:
-            assert came is (a == b)
+            assert arrived is (a == b)
 
 
 def test_a_rank_alone_asks_no_other():
     alone, waiting = Ranks(), [Waiting(answer) for answer in ANSWERS]
-    alone.settle(waiting)
-    assert [one.came for one in waiting] == [None, False, True, True]
+    alone.resolve_all(waiting)
+    assert [one.arrived for one in waiting] == [None, False, True, True]
     assert alone.first(lambda: 3) == 3
     assert alone.every(3) == [3]

@@ -18,6 +18,7 @@ from kvtier_sglang.tier.scopes import (
     without_memory,
     without_share,
 )
+from kvtier_sglang.tier.state import TierState
 
 KEYS = st.text(alphabet="ae0123:|\0t", max_size=6)
 ADAPTERS = st.none() | st.text(alphabet="ae0123:", min_size=1, max_size=6)
@@ -71,27 +72,27 @@ def test_a_request_whose_extra_key_is_an_adapters_id_does_not_find_its_kv():
 def test_a_request_is_in_the_scope_of_the_memory_that_it_was_matched_behind(connect):
     tier = MiniScheduler(link=connect()).tree.tier
     memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
-    tier.memory_of = {"behind": memory}.get
+    behind, plain = TierState(memory=memory), TierState()
     key = with_memory(joined("tenant", None), memory.digest)
     expected = Scope("tenant", "salt", memory=memory.digest, memory_tokens=30)
-    assert tier.scope("behind", key, "salt") == expected
-    assert tier.scope("plain", joined("tenant", None), "salt") == Scope("tenant", "salt")
+    assert tier.scope(behind, key, "salt") == expected
+    assert tier.scope(plain, joined("tenant", None), "salt") == Scope("tenant", "salt")
     less = with_share(joined("tenant", None), 0.1)
-    assert tier.scope("plain", less, "salt") == Scope("tenant", "salt", share=0.1)
-    assert tier.scope("behind", with_memory(less, memory.digest), "salt") == replace(
+    assert tier.scope(plain, less, "salt") == Scope("tenant", "salt", share=0.1)
+    assert tier.scope(behind, with_memory(less, memory.digest), "salt") == replace(
         expected, share=0.1
     )
     # Its memory was dropped before it was matched, or it has left it since.
-    assert tier.scope("plain", key, "salt") is None
-    assert tier.scope("behind", joined("tenant", None), "salt") is None
+    assert tier.scope(plain, key, "salt") is None
+    assert tier.scope(behind, joined("tenant", None), "salt") is None
 
 
 def test_what_was_fetched_behind_a_memory_is_forgotten_by_who_is_not_behind_it_any_more(connect):
     tier = MiniScheduler(link=connect()).tree.tier
     memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
-    tier.memory_of = {"stays": memory}.get
-    for rid in ("stays", "leaves"):
-        tier.fetches.decline(rid, Scope(memory=memory.digest))
-        tier.matched(rid)
-    assert tier.take("stays") is not None
-    assert tier.take("leaves") is None
+    stays, leaves = TierState(memory=memory), TierState()
+    for state in (stays, leaves):
+        tier.fetches.decline(state, Scope(memory=memory.digest))
+        tier.matched(state)
+    assert stays.kv_wait is not None
+    assert leaves.kv_wait is None

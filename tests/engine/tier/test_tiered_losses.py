@@ -25,7 +25,7 @@ from kvtier.tier.prefetch import Landed
 from kvtier.tier.transport.landing import Landing
 from kvtier_sglang import hooks
 from kvtier_sglang.ranks import Answer
-from kvtier_sglang.tier.prefetch import PendingFetch
+from kvtier_sglang.tier.state import KvWait
 
 # Longer than any machine takes to load anything here.
 PUT_S = 3600.0
@@ -154,22 +154,22 @@ def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(c
 class EndsWhenLookedAt(Fetch[Landed]):
     """Comes between two looks of the scheduler at it: the first one says that it is not done."""
 
-    came: Landed
+    landed: Landed
 
     @property
     def done(self) -> bool:
         was_done = super().done
         if not was_done:
-            self.end(self.came)
+            self.end(self.landed)
         return was_done
 
 
 def test_what_comes_while_the_scheduler_looks_is_not_lost():
     fetch = EndsWhenLookedAt(lambda client: None)
-    fetch.came = Landed(0, 64, 64, [], host=None)
-    pending = PendingFetch(fetch, Scope(), deadline=float("inf"))
-    assert pending.answer is Answer.AWAITED
-    assert pending.answer == (0, 64, 64, [])
+    fetch.landed = Landed(0, 64, 64, [], host=None)
+    wait = KvWait(fetch, deadline=float("inf"), scope=Scope())
+    assert wait.answer is Answer.AWAITED
+    assert wait.answer == (0, 64, 64, [])
 
 
 def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(connect):
@@ -184,14 +184,14 @@ def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(conn
         answer.wait(SAFETY_S)
 
     asked.needs, asked.scope = list, Scope()
-    s.tree.tier.fetches.ask("waiting", asked, patience_s=SAFETY_S)
+    s.tree.tier.fetches.ask(s.tree.requests.of("waiting"), asked, patience_s=SAFETY_S)
     for _ in range(3):
         link.breaker.failed()
     hooks.ask_tier(scheduler)
     # A request that waits is not forgotten.
     assert scheduler.enable_lmcache
     answer.set()
-    s.tree.tier.fetches.forget("waiting")
+    s.tree.requests.drop("waiting")
     hooks.ask_tier(scheduler)
     assert not scheduler.enable_lmcache
     link.client.away = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
 from tiered_tree_harness import turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import Request, context
@@ -11,7 +11,6 @@ from tree_requests import Request, context
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import TierClient
 from kvtier.tier.link.link import TierLink
-from kvtier_sglang.tier.prefetch import PendingFetches
 
 
 def told(request: Request) -> dict:
@@ -112,12 +111,11 @@ def test_what_came_and_could_not_be_written_failed(connect, monkeypatch):
 
 
 @pytest.mark.parametrize("asked", ["ask", "decline"])
-def test_what_was_said_of_a_request_is_forgotten_with_it(connect, asked):
+def test_nothing_is_known_of_a_request_that_ended(connect, asked):
     s = MiniScheduler(link=connect())
-    fetches: PendingFetches = s.tree.tier.fetches
     if asked == "ask":
         turn(s, context(60), [1])
     else:
-        fetches.decline("r", Scope("", "", ""))
-        s.tree.tier.forget("r")
-    assert fetches.said == {}
+        s.tree.tier.fetches.decline(s.tree.requests.of("r"), Scope("", "", ""))
+        s.tree.release_aborted_request(CacheRequestHandle("r", 0))
+    assert s.tree.requests == {}

@@ -74,8 +74,9 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
 
 def chosen_by_now(s: MiniScheduler) -> None:
     """Wait until what is chosen in the background is."""
-    for ahead in s.tree.refresh.prefetch._ahead.values():
-        if ahead.choosing is not None:
+    for state in s.tree.requests.values():
+        ahead = state.refreshing.ahead
+        if ahead is not None and ahead.choosing is not None:
             ahead.choosing.result(SAFETY_S)
 
 
@@ -113,12 +114,11 @@ def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data
     # written with the 6th.
     assert generated(s, request, 16) == [5, 11]
     assert s.tree.refresh.refresher.counters["refreshed_again"] == 2
-    watched = s.tree.refresh.trigger._watched[request.rid]
-    assert len(watched.windows[1]) == 16 + 3
+    assert len(s.tree.requests[request.rid].refreshing.windows[1]) == 16 + 3
     s.release(request, checkpoint=True)
     s.check()
     assert s.tree.private_slots == 0
-    assert not s.tree.refresh.trigger._watched
+    assert not s.tree.requests
     assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
 

@@ -119,6 +119,7 @@ def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
     s.extend(request, 1)
     s.release(request, checkpoint=False, aborted=True)
     s.check()
+    assert not s.tree.requests
     assert not s.tree.has_pending_cache_operations()
     assert s.tree.tier.link.flush(SAFETY_S)
     assert s.tree.tier.link.held_bytes == 0
@@ -235,6 +236,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
         assert s.tree.tier.link.held_bytes == 0
         assert not s.tree.has_pending_cache_operations()
         assert s.tree.private_slots == 0
+        assert not s.tree.requests
     if client is TierClient and share is not None:
         assert sum(s.tree.refresh.refresher.counters["refreshed_turns"] for s in servers) > 0
     if client is TierClient:

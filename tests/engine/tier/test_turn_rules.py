@@ -37,16 +37,21 @@ SHARES = [None, FixedShare(0.5), TokenBudget(30), QualityTarget(0.9, Source())]
 
 def recorded(s: MiniScheduler, records: list[TurnRecord], asked: dict[str, float | None]) -> None:
     """Have every record of a server checked and counted. asked: shares of requests' sessions."""
-    compressed = s.tree.tier.spiller.compressed
+    compressed, on_release = s.tree.tier.spiller.compressed, s.tree.on_release
+    released: list[str] = []
 
-    def check(rid, token_ids, nodes):
+    def release(req, *, checkpointed):
+        released.append(req.rid)
+        on_release(req, checkpointed=checkpointed)
+
+    def check(turn, token_ids, nodes):
         if nodes:
             record = TurnRecord(nodes=tuple(nodes), tail="")
-            s.tree.tier.rules.check(record, asked.get(rid))
+            s.tree.tier.rules.check(record, asked.get(released[-1]))
             records.append(record)
-        return compressed(rid, token_ids, nodes)
+        return compressed(turn, token_ids, nodes)
 
-    s.tree.tier.spiller.compressed = check
+    s.tree.on_release, s.tree.tier.spiller.compressed = release, check
 
 
 @pytest.mark.parametrize("seed", range(2 if THOROUGH else 1))

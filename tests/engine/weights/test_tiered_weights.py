@@ -15,6 +15,7 @@ from waiting import SAFETY_S
 
 from kvtier.tier.blobs.names import ContextNames
 from kvtier_sglang.tier.scopes import joined
+from kvtier_sglang.tier.state import TierState
 
 
 class Trained(Unchanging):
@@ -114,7 +115,7 @@ def test_equal_tokens_of_another_adapter_extra_key_or_salt_share_nothing(connect
     turn(a, PROMPT, [1, 2])
     assert a.tree.tier.link.flush(SAFETY_S)
     found = [
-        a.tree.tier.scope("rid", extra_key, salt)
+        a.tree.tier.scope(TierState(), extra_key, salt)
         for extra_key in (joined("", None), joined("lora", None), joined("", "lora"))
         for salt in (None, "salt")
     ]

@@ -1,13 +1,12 @@
-"""Requests that are answered as if nothing had ever been dropped, and other wishes of requests.
-
-Exact requests want log-probabilities of their prompt, which are the model's, or say in
-`custom_params` that they are exact:
+"""The options of a request, which are in its `custom_params`.
 
     {"kvtier": {"exact": true}}
 
-Such a request matches exact KV only and computes the rest of its prompt again. The KV that it
-computed again is taken out of the tree when it ends. So the session's compressed KV stays what it
-was, and later requests read what they would have read without it.
+This request is answered as if nothing had ever been dropped, and so is one that wants
+log-probabilities of its prompt, which are the model's. It matches exact KV only and computes the
+rest of its prompt again. The KV that it computed again is taken out of the tree when it ends. So
+the session's compressed KV stays what it was, and later requests read what they would have read
+without it.
 
     {"kvtier": {"measure": true}}
 
@@ -39,18 +38,18 @@ from kvtier.errors import UsageError
 # These are the names in a request's `custom_params`.
 PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
 RETENTION = "retention"
-_WISHES = (EXACT, MEASURE, FORGET)
+_FLAGS = (EXACT, MEASURE, FORGET)
 # The ids of the requests by which a server measures itself (shadow.py) begin so.
 SHADOW_RID_PREFIX = "kvtier-shadow-"
 
 
 def asked_of(custom_params: Any) -> Mapping[str, Any]:
-    """Return the wishes in a request's `custom_params`, by name. Raises UsageError for anything
+    """Return the options in a request's `custom_params`, by name. Raises UsageError for anything
     that kvtier does not know, and for exact and measure together."""
     asked = (custom_params or {}).get(PARAMS, {})
-    known = isinstance(asked, dict) and asked.keys() <= {*_WISHES, RETENTION}
-    if not known or not all(isinstance(asked.get(name, True), bool) for name in _WISHES):
-        expected = " or ".join(f'{{"{name}": true}}' for name in _WISHES)
+    known = isinstance(asked, dict) and asked.keys() <= {*_FLAGS, RETENTION}
+    if not known or not all(isinstance(asked.get(name, True), bool) for name in _FLAGS):
+        expected = " or ".join(f'{{"{name}": true}}' for name in _FLAGS)
         expected += f' or {{"{RETENTION}": a number in (0, 1]}}'
         raise UsageError(f"custom_params.{PARAMS}", expected, asked)
     share = asked.get(RETENTION, 1.0)
