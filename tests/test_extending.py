@@ -140,10 +140,10 @@ sys.path.insert(0, "DOCS")
 import hooks
 from kvtier.config import load_settings
 from kvtier.retention.rules import scorer_of
-from kvtier.retention.shares import asked_share
+from kvtier.retention.shares import configured_share
 from kvtier_tierd.cli import parse
 print(scorer_of(load_settings(scorer="key-norm")))
-print(asked_share(load_settings(share_rule="square-root=64")))
+print(configured_share(load_settings(share_rule="square-root=64")))
 print(parse(["--store", "heap", "--heap", "1g"]).store)
 for table in (hooks.scorers_table, hooks.share_rules_table, hooks.head_methods_table,
               hooks.stores_table):

@@ -32,7 +32,7 @@ from kvtier.memory.building import (
     Built,
     assemble,
     collected,
-    drawn_by_all,
+    max_attention_of,
     with_requeueing,
 )
 from kvtier.memory.card import Row
@@ -109,7 +109,7 @@ def measure(
     most = max(recipes.values(), key=lambda recipe: recipe.state_heads)
     made, judges = collected(model, kv, making, judging, most, progress)
     shape = shape_of(model)
-    held = Held(kv, drawn_by_all(made, judges), (), model.dtype)
+    held = Held(kv, max_attention_of(made, judges), (), model.dtype)
     compared = dict[str, Way]()
     for way, recipe in recipes.items():
         built = assemble(held.kv, made, judges, recipe, options.seed)

@@ -40,7 +40,7 @@ from kvtier.retention.locality import (
     WIDE_CUT_WINDOW,
     DroppedSpan,
 )
-from kvtier.retention.refreshing import choose_again
+from kvtier.retention.refreshing import reselect
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.shares import PAGE, FixedShare, Turn
 from kvtier.retention.token_worth import TokenWorth
@@ -248,7 +248,7 @@ class RefreshedSession(AdaptiveSession):
         count = kept.k.shape[1] - (k.shape[1] - past.span.num_tokens)
         mine = QueryWindow(window.q[:, head : head + 1], window.scale)
         worth = past.worth[layer][head]
-        middle = choose_again(KeepKV(), k[:, begin:end], v[:, begin:end], worth, count, mine)
+        middle = reselect(KeepKV(), k[:, begin:end], v[:, begin:end], worth, count, mine)
         stays = torch.ones(k.shape[1], dtype=torch.bool)
         stays[begin:end] = False
         stays[begin + middle] = True

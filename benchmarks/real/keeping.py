@@ -22,7 +22,7 @@ from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import LocalityRule
-from kvtier.retention.refreshing import RefreshRule, choose_again
+from kvtier.retention.refreshing import RefreshRule, reselect
 from kvtier.retention.scorers import SCORERS, select
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.reconstruction import Reconstruction
@@ -229,7 +229,7 @@ class Keeper:
             mine = QueryWindow(window.q[:, head : head + 1], window.scale)
             if setting.adaptive:
                 worth = self._scores(layer, head)[0]
-                kept = choose_again(KeepKV(), middle_k, middle_v, worth, count, mine)
+                kept = reselect(KeepKV(), middle_k, middle_v, worth, count, mine)
                 kept_k, kept_v = middle_k[:, kept], middle_v[:, kept]
             else:
                 chosen = self._rule.choose(middle_k, middle_v, count, mine)

@@ -29,7 +29,11 @@ from kvtier.heads.model.config import (
 )
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.model.support import check_supported
-from kvtier.heads.probes.reconstruction import attention_asked, attention_drawn, repeat_request
+from kvtier.heads.probes.reconstruction import (
+    question_attention,
+    repeat_request,
+    repetition_attention,
+)
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.rotation import rotation_of
@@ -165,8 +169,8 @@ def repetitions(
         session = WatchedSession(model)
         session.turn(sample.context_ids, 0)
         kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
-        asked = attention_asked(model, kv, sample.questions)
-        drawn = attention_drawn(model, kv, sample.context_ids, request)
+        asked = question_attention(model, kv, sample.questions)
+        drawn = repetition_attention(model, kv, sample.context_ids, request)
         yield Repeated(kv, drawn, asked, session.seen / len(sample.context_ids))
     progress("repeating", len(samples), len(samples))
 

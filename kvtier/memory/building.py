@@ -105,8 +105,8 @@ def assemble(
 ) -> Built:
     """A memory of what was collected for the recipe, or for one that needs more. No request is
     read with the exact prefix; see `with_requeueing`."""
-    drawn = drawn_by_all(made, judged)
-    kept = most_drawn(drawn, round(recipe.kept_share * drawn[0].numel() * len(drawn)))
+    drawn = max_attention_of(made, judged)
+    kept = top_attended(drawn, round(recipe.kept_share * drawn[0].numel() * len(drawn)))
     found = {
         at: _judge(made, judged, at, recipe, seed) for at in _layers_with_entries(len(kv), recipe)
     }
@@ -174,13 +174,13 @@ def best_heads(errors: Tensor, share: float) -> Tensor:
     return best.view(errors.shape)
 
 
-def drawn_by_all(*collected: Collected) -> list[Tensor]:
+def max_attention_of(*collected: Collected) -> list[Tensor]:
     """Return per layer the most that any query of these drew: see LayerQueries."""
     layers = zip(*(one.layers for one in collected), strict=True)
     return [torch.stack([layer.drawn for layer in alike]).amax(0) for alike in layers]
 
 
-def most_drawn(drawn: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
+def top_attended(drawn: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
     """Return the tokens of the prefix that each layer's heads keep, int64 ascending.
 
     drawn: per layer `[kv_heads, tokens]`, more for what is wanted more; entries: to be kept in all.
@@ -260,7 +260,7 @@ __all__ = [
     "best_heads",
     "build",
     "collected",
-    "drawn_by_all",
-    "most_drawn",
+    "max_attention_of",
+    "top_attended",
     "with_requeueing",
 ]

@@ -20,7 +20,7 @@ from kvtier.memory.building import (
     Built,
     assemble,
     collected,
-    drawn_by_all,
+    max_attention_of,
     with_requeueing,
 )
 from kvtier.memory.card import Identity, Row
@@ -92,7 +92,7 @@ class _Material:
         return {HELD_OUT: self.held_out, OFF_TOPIC: self.off_topic}
 
     def held(self, built: Built) -> Held:
-        drawn = drawn_by_all(self.made, self.judged)
+        drawn = max_attention_of(self.made, self.judged)
         return Held(self.kv, drawn, built.layers, self.dtype)
 
 

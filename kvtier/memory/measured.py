@@ -20,7 +20,7 @@ from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import ModelShape
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.synthetic import speaks_recall
-from kvtier.memory.building import most_drawn
+from kvtier.memory.building import top_attended
 from kvtier.memory.card import Row
 from kvtier.memory.prefixes import (
     ExactPrefix,
@@ -204,9 +204,9 @@ def ways(shape: ModelShape, held: Held, requeue_above: float, seed: int = 0) -> 
 
 def kept_way(shape: ModelShape, held: Held, worth: Sequence[Tensor], size: int) -> Way:
     """Return the way that keeps as much of a prefix's KV as so many bytes hold, by what it is
-    worth: see `most_drawn`."""
+    worth: see `top_attended`."""
     entry = kept_bytes(shape, 1, held.dtype)
-    kept = most_drawn(worth, size // entry)
+    kept = top_attended(worth, size // entry)
     size = entry * sum(len(head) for layer in kept for head in layer)
     return Way(KeptPrefix(held.kv, kept), size, size)
 

@@ -87,10 +87,10 @@ class RefreshRule:
         count: int,
         window: QueryWindow,
     ) -> Chosen:
-        """`count` entries of one head where heads compete, see `choose_again`; with merging, one of
+        """`count` entries of one head where heads compete, see `reselect`; with merging, one of
         them is the compensation entry. Raises UsageError."""
         merges = self.merges and count > 1
-        kept = choose_again(self.keepkv, k, v, worth, count - merges, window)
+        kept = reselect(self.keepkv, k, v, worth, count - merges, window)
         if merges:
             scores = torch.zeros_like(worth).index_fill_(0, kept, 1.0)
             return self._merged(k, v, count - 1, window, scores[None])
@@ -116,7 +116,7 @@ class RefreshRule:
         )
 
 
-def choose_again(
+def reselect(
     keepkv: KeepKV,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -142,4 +142,4 @@ def choose_again(
     return kept.sort().values
 
 
-__all__ = ["QUESTION_SHARE", "Chosen", "PrunedRange", "RefreshRule", "choose_again"]
+__all__ = ["QUESTION_SHARE", "Chosen", "PrunedRange", "RefreshRule", "reselect"]

@@ -148,17 +148,17 @@ class TokenWorth:
         if keys.shape[0] != heads:
             expected = f"all {heads} KV heads of the model that weights were fitted to"
             raise UsageError("keys", expected, tuple(keys.shape))
-        found = self.told_by_heads(layer, keys, values, rotation, range(heads))
-        return found + self.told_by_place(layer, keys.shape[1], first)
+        found = self.predict_from_kv(layer, keys, values, rotation, range(heads))
+        return found + self.predict_from_position(layer, keys.shape[1], first)
 
-    def told_by_place(self, layer: int, tokens: int, first: int = 0) -> Tensor:
+    def predict_from_position(self, layer: int, tokens: int, first: int = 0) -> Tensor:
         """The part of a prediction that no KV tells, float32 `[kv_heads, tokens]`, of all KV heads;
         see `predict`."""
         *_, place, always = self._split(layer)
         end = first + tokens
         return place @ place_features(first, end, end, place.device).T + always
 
-    def told_by_heads(
+    def predict_from_kv(
         self,
         layer: int,
         keys: Tensor,

@@ -17,7 +17,7 @@ from kvtier.heads.model.support import windows_of
 from kvtier.heads.profile import ModelShape, load_profile
 from kvtier.memory.storage import check_may_be_served, directories, load_card
 from kvtier.retention.rules import scorer_of
-from kvtier.retention.shares import asked_share
+from kvtier.retention.shares import configured_share
 from kvtier_kernels import (
     AUTO,
     AttentionKernels,
@@ -129,7 +129,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
     _check_memory(server_args, settings)
     _check_codes(server_args, settings)
     scorer_of(settings)
-    asked_share(settings)
+    configured_share(settings)
     if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
         raise IncompatibleFlagError(
             "--attention-backend",

@@ -100,7 +100,7 @@ def admit_streaming(
     return fits(fewer) if fewer < total_tokens else found
 
 
-def stop_before_run(
+def cap_prefill_at_reuse(
     original: Callable[..., Any],
     adder: Any,
     req: Any,
@@ -126,7 +126,7 @@ def stop_before_run(
     return AddReqResult.OTHER if is_second and getattr(found, "is_chunked", False) else found
 
 
-def stop_chunk_before_run(adder: Any, req: Any) -> None:
+def cap_chunk_at_reuse(adder: Any, req: Any) -> None:
     """BEFORE PrefillAdder.add_chunked_req: the same of a prefill that goes on."""
     tokens = _tokens_ahead(adder, req, req.prefix_len)
     if tokens is not None:

@@ -85,11 +85,11 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
             around,
         ),
         "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission": (
-            hooks.stop_before_run,
+            hooks.cap_prefill_at_reuse,
             around,
         ),
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req": (
-            hooks.stop_chunk_before_run,
+            hooks.cap_chunk_at_reuse,
             before,
         ),
         "sglang.srt.managers.scheduler.Scheduler.get_init_info": (hooks.raise_limits, before),

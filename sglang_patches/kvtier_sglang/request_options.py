@@ -84,7 +84,7 @@ def is_of_a_client(req: Any) -> bool:
     return not (req.rid.startswith(own) or measures(req))
 
 
-def asked_share(req: Any) -> float | None:
+def requested_share(req: Any) -> float | None:
     """Return the share that a request's session is to keep at most; None where it does not say."""
     share = asked_of(req.sampling_params.custom_params).get(RETENTION)
     return None if share is None else float(share)
@@ -127,7 +127,6 @@ def note_recomputed(req: Any, tokens: int, begin: int) -> None:
 
 __all__ = [
     "asked_of",
-    "asked_share",
     "asks_exactly",
     "asks_to_forget",
     "is_of_a_client",
@@ -135,5 +134,6 @@ __all__ = [
     "note_recomputed",
     "own_from",
     "recomputed_tokens",
+    "requested_share",
     "wants_exact",
 ]

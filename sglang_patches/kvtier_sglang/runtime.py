@@ -30,7 +30,7 @@ from kvtier.memory.storage import PrefixMemory
 from kvtier.pool_sizing import entry_votes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
-from kvtier.retention.shares import PAGE, QualityTarget, Serving, asked_share, reads_nll
+from kvtier.retention.shares import PAGE, QualityTarget, Serving, configured_share, reads_nll
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
@@ -402,7 +402,7 @@ class Runtime:
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: BundleAllocator) -> Compressor:
         settings, pool = self.settings, allocator.pool
         rule = replace(locality_rule(settings), window=self.window or 0)
-        share = asked_share(settings)
+        share = configured_share(settings)
         if share is None:
             return Compressor(allocator, rule, selection=self.selection)
         source: CalibrationWatcher | FixedCurve | None = None

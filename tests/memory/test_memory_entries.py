@@ -21,7 +21,7 @@ from kvtier.memory.building import (
     assemble,
     best_heads,
     collected,
-    most_drawn,
+    top_attended,
     with_requeueing,
 )
 from kvtier.memory.collecting import Collected, collect, prefix_kv
@@ -247,11 +247,11 @@ def test_kept_tokens_are_those_that_drew_most_of_all_heads():
     """A head that looks at many tokens keeps more than one that looks at few; each keeps some."""
     few, many = torch.zeros(2, 20)
     few[7], many[4:14] = 0.9, 0.5
-    kept = most_drawn([torch.stack([few, many])], 14)
+    kept = top_attended([torch.stack([few, many])], 14)
     assert 7 in kept[0][0].tolist()
     assert len(kept[0][0]) == LEAST_KEPT
     assert kept[0][1].tolist() == list(range(4, 14))
-    everything = most_drawn([torch.stack([few, many])], 99)
+    everything = top_attended([torch.stack([few, many])], 99)
     assert [head.tolist() for head in everything[0]] == [list(range(20))] * 2
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.retention.keepkv import KeepKV, QueryWindow
-from kvtier.retention.refreshing import RefreshRule, choose_again
+from kvtier.retention.refreshing import RefreshRule, reselect
 
 TOKENS, GROUP, DIM = 40, 2, 8
 
@@ -23,7 +23,7 @@ def made(seed: int):
 def test_half_is_kept_for_any_turn_and_half_for_this_one(seed, count):
     k, v, worth, window = made(seed)
     keepkv = KeepKV(pool_width=1)
-    kept = choose_again(keepkv, k, v, worth, count, window)
+    kept = reselect(keepkv, k, v, worth, count, window)
     assert kept.unique().numel() == kept.numel() == count
     assert torch.equal(kept, kept.sort().values)
     always = worth.topk(count - count // 2).indices
@@ -45,7 +45,7 @@ def test_what_is_merged_is_as_many_entries_as_would_be_kept(seed, count):
     if count <= 1:
         assert not chosen.log_votes.any()
         return
-    kept = choose_again(rule.keepkv, k, v, worth, count - 1, window)
+    kept = reselect(rule.keepkv, k, v, worth, count - 1, window)
     scores = torch.zeros(1, TOKENS).index_fill_(1, kept, 1.0)
     retained = rule.keepkv.retain(k, v, count - 1, window=window, scores=scores)
     assert torch.equal(retained.kept[0], kept)

@@ -22,7 +22,7 @@ from kvtier.retention.shares import (
     ShareRule,
     TokenBudget,
     Turn,
-    asked_share,
+    configured_share,
     expected_share,
 )
 
@@ -101,7 +101,7 @@ def test_an_nll_that_is_not_needed_changes_nothing(kind, data):
 @given(data=st.data())
 def test_settings_ask_for_a_rule_by_its_name_and_number(kind, data):
     number = data.draw(numbers(kind))
-    asked = asked_share(load_settings(share_rule=f"{kind.name}={number}"))
+    asked = configured_share(load_settings(share_rule=f"{kind.name}={number}"))
     assert asked == (SHARE_RULES[kind.name], number)
     rule = kind.of(number, SERVING)
     assert rule == kind.of(number, SERVING)
@@ -113,12 +113,12 @@ def test_settings_ask_for_a_rule_by_its_name_and_number(kind, data):
 @pytest.mark.parametrize("number", ["", "much", "nan", "inf", "0", "-1"])
 def test_a_number_that_a_rule_does_not_take_is_named(kind, number):
     with pytest.raises(UsageError, match=f"share_rule: expected {kind.name}=a"):
-        asked_share(load_settings(share_rule=f"{kind.name}={number}"))
+        configured_share(load_settings(share_rule=f"{kind.name}={number}"))
 
 
 def test_a_rule_that_there_is_none_of_is_named():
     with pytest.raises(UsageError, match="share_rule: expected NAME=NUMBER with one of quality"):
-        asked_share(load_settings(share_rule="best=1"))
+        configured_share(load_settings(share_rule="best=1"))
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_a_rule_that_there_is_none_of_is_named():
 def test_four_rules_have_a_setting_of_their_own(setting, value, rule):
     settings = load_settings(**{setting: value})
     assert settings.compacts
-    asked = asked_share(settings)
+    asked = configured_share(settings)
     assert asked.rule.of(asked.number, SERVING) == rule
     named = load_settings(share_rule=f"{asked.rule.name}={value}")
-    assert asked_share(named) == asked
-    assert asked_share(settings.keeping_everything()) is None
-    assert asked_share(named.keeping_everything()) is None
+    assert configured_share(named) == asked
+    assert configured_share(settings.keeping_everything()) is None
+    assert configured_share(named.keeping_everything()) is None
 
 
 @pytest.mark.parametrize("asked", [{"retention": 0.25}, {"share_rule": "retention=0.25"}])
@@ -150,7 +150,7 @@ def test_plans_count_with_a_fixed_share_however_it_is_asked_for(asked):
 
 
 def test_settings_ask_for_one_rule_at_most():
-    assert asked_share(load_settings()) is None
+    assert configured_share(load_settings()) is None
     with pytest.raises(ConfigurationError, match="only one of retention, share_rule"):
         load_settings(retention=0.5, share_rule="quality=0.9")
 

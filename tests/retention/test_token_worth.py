@@ -187,7 +187,7 @@ def test_weights_of_another_model_are_refused() -> None:
     with pytest.raises(UsageError, match="all 2 KV heads"):
         worth.predict(0, keys, keys, None)
     with pytest.raises(UsageError, match=r"range\(0, 2\) of the 2 KV heads"):
-        worth.told_by_heads(0, keys, keys, None, range(2))
+        worth.predict_from_kv(0, keys, keys, None, range(2))
 
 
 def test_weights_come_back_from_their_file(tmp_path: Path) -> None:

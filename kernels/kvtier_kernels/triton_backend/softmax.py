@@ -14,7 +14,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def no_infinity(x):
+def finite_max(x):
     """0 where nothing was seen yet, so that differences are never inf - inf."""
     return tl.where(x == float("-inf"), 0.0, x)
 
@@ -36,7 +36,7 @@ def weigh(peak, total, logits, AXIS: tl.constexpr):
     """One step of a running log-sum-exp: peak and sum of weights, and a tile's logits, which are
     summed along AXIS -> both of all, the tile's weights, and what former weights are worth now."""
     new_peak = tl.maximum(peak, tl.max(logits, AXIS))
-    shift = no_infinity(new_peak)
+    shift = finite_max(new_peak)
     weights = tl.exp2(logits - tl.expand_dims(shift, AXIS))
     keep = tl.exp2(peak - shift)
     return new_peak, total * keep + tl.sum(weights, AXIS), weights, keep
@@ -46,7 +46,7 @@ def weigh(peak, total, logits, AXIS: tl.constexpr):
 def log_of(peak, total):
     """-> the natural log-sum-exp; -inf where nothing was seen."""
     seen = total > 0
-    log = (no_infinity(peak) + tl.log2(tl.where(seen, total, 1.0))) * LN_2
+    log = (finite_max(peak) + tl.log2(tl.where(seen, total, 1.0))) * LN_2
     return tl.where(seen, log, float("-inf"))
 
 

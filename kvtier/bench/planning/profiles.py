@@ -12,7 +12,7 @@ from kvtier.config import Settings
 from kvtier.errors import HeadProfileError, UsageError
 from kvtier.heads.model.config import weights_revision
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
-from kvtier.retention.shares import asked_share
+from kvtier.retention.shares import configured_share
 
 PROFILE_FILE, CURVE_FILE = "head_profile.json", "curve.json"
 # The share that a dry run assumes for a model that has not been calibrated yet.
@@ -95,7 +95,7 @@ def _assumed_profile(model: Model) -> HeadProfile:
 
 def find_curve(settings: Settings, model: Model) -> Path | None:
     """The curve file for a quality target: the user's, or the model's; None leaves the store's."""
-    share = asked_share(settings)
+    share = configured_share(settings)
     if share is None or not share.rule.needs_curve or settings.curve is not None:
         return settings.curve
     path = model.path / CURVE_FILE

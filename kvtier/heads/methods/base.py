@@ -168,7 +168,7 @@ class HeadMethod(ABC):
     name:          what users choose it by
     data_free:     scores come from the model alone: one batch is enough, unless a budget is
                    measured
-    has_own_rule:  it can say itself how many heads it keeps; see `own_choice`
+    has_own_rule:  it can say itself how many heads it keeps; see `default_selection`
     takes_seed:    it draws random numbers, and takes `seed` as a keyword argument
     options:       flags of the command line that set its keyword arguments
     """
@@ -192,11 +192,11 @@ class HeadMethod(ABC):
         """All heads, best first."""
         return best_heads(scores.mean, shape.num_layers * shape.num_kv_heads)
 
-    def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
+    def default_selection(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """The heads that the method's own rule keeps, in any order."""
-        raise NotImplementedError(f"{self.name}: own_choice is only for has_own_rule")
+        raise NotImplementedError(f"{self.name}: default_selection is only for has_own_rule")
 
-    def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
+    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
         """Return what a profile says of how its heads were found, as JSON."""
         return {}
 
@@ -214,7 +214,7 @@ class HeadMethod(ABC):
         """
         shape = batches[0].shape
         if target.is_open:
-            chosen = self.own_choice(scores, shape)
+            chosen = self.default_selection(scores, shape)
         else:
             order = self.ranking(scores, shape)
             count = target.num_heads(shape)
@@ -222,4 +222,4 @@ class HeadMethod(ABC):
                 count = fewest_within(order, batches, count, target.budget, progress)
             chosen = order[:count]
         by_layer = heads_by_layer(chosen, shape.num_layers)
-        return Selection(by_layer, scores.mean, self.found_by(scores, shape))
+        return Selection(by_layer, scores.mean, self.provenance(scores, shape))

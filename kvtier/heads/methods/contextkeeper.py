@@ -105,11 +105,11 @@ class ContextKeeper(HeadMethod):
         equals."""
         return ranked(mean_matrix(self._votes(scores, shape)), scores.mean)
 
-    def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
+    def default_selection(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """The heads that pass both thresholds."""
         return self.agreed(self._votes(scores, shape), scores.tasks)
 
-    def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
+    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
         return {
             "prefill_rows": self.prefill_rows,
             "decode_steps": self.decode_steps,

@@ -117,12 +117,12 @@ class Razor(HeadMethod):
         induction = tuple(_by_group(row, shape.group_size, max) for row in masses)
         return ranked(scores.mean, induction)
 
-    def own_choice(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
+    def default_selection(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """The paper's heads."""
         order = self.ranking(scores, shape)
         return [(layer, head) for layer, head in order if scores.mean[layer][head] >= 1]
 
-    def found_by(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
+    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
         found = _of_razor(scores)
         return {
             "random_tokens": found.random_tokens,

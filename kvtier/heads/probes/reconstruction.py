@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvtier.heads.model.config import layer_sinks, layer_windows
 from kvtier.heads.probes.row import row_of
-from kvtier.heads.reference.attention import attending, weights_beside
+from kvtier.heads.reference.attention import attending, softmax_with_sinks
 from kvtier.heads.samples.questions import Question
 from kvtier.synthetic.frame import Frame
 from kvtier.synthetic.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ def repeat_request(tokenizer: Tokenizer, frame: Frame) -> list[int]:
 
 class _Drawn:
     """The most attention that tokens have drawn so far, of layers without a window. kv: as in
-    `attention_drawn`."""
+    `repetition_attention`."""
 
     def __init__(self, model: Any, kv: Sequence[LayerKV]) -> None:
         self.kv = kv
@@ -73,7 +73,7 @@ class _Drawn:
                 if window is not None:
                     left = keys_at <= rows_at[some, None] - window
                     logits = logits.masked_fill(left, -torch.inf)
-                weights = weights_beside(logits, None if sinks is None else sinks[head])
+                weights = softmax_with_sinks(logits, None if sinks is None else sinks[head])
                 answers[head, :, some] = weights @ values
                 if window is not None:
                     continue
@@ -83,7 +83,7 @@ class _Drawn:
 
 
 @torch.inference_mode()
-def attention_drawn(
+def repetition_attention(
     model: Any,
     kv: Sequence[LayerKV],
     context_ids: Sequence[int],
@@ -119,9 +119,9 @@ def attention_drawn(
 
 
 @torch.inference_mode()
-def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Question]) -> Tensor:
+def question_attention(model: Any, kv: Sequence[LayerKV], questions: Sequence[Question]) -> Tensor:
     """Return the attention that questions and their answers draw, each asked alone; arguments and
-    result are those of `attention_drawn`."""
+    result are those of `repetition_attention`."""
     drawn, row = _Drawn(model, kv), row_of(questions, kv[0][0].shape[1], model.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -132,4 +132,4 @@ def attention_asked(model: Any, kv: Sequence[LayerKV], questions: Sequence[Quest
     return drawn.most
 
 
-__all__ = ["attention_asked", "attention_drawn", "repeat_request"]
+__all__ = ["question_attention", "repeat_request", "repetition_attention"]

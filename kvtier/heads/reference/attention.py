@@ -102,12 +102,12 @@ def attend_window(
         own = at[entries - tokens + begin : entries - tokens + end, None]
         logits = (q[:, :, begin:end].float() * scale) @ k.float()[:, None].transpose(2, 3)
         logits.masked_fill_((at > own) | (at <= own - window), -torch.inf)
-        weights = weights_beside(logits, sinks)
+        weights = softmax_with_sinks(logits, sinks)
         parts.append((weights @ v.float()[:, None]).to(q.dtype))
     return torch.cat(parts, dim=2)
 
 
-def weights_beside(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax of logits `[..., rows, entries]`, which leaves to nothing what sinks `[...]` ask."""
     if sinks is None:
         return logits.softmax(-1)

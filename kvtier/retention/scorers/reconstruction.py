@@ -86,8 +86,8 @@ class Reconstruction(TokenScorer):
         worth, layer = _on_device(self.worth, span.keys.device), span.layer
         if self.heads is None:
             return worth.predict(layer, span.keys, span.values, span.rotation, span.first)
-        told = worth.told_by_heads(layer, span.keys, span.values, span.rotation, self.heads)
-        told = self.total(told) + worth.told_by_place(layer, span.keys.shape[1], span.first)
+        told = worth.predict_from_kv(layer, span.keys, span.values, span.rotation, self.heads)
+        told = self.total(told) + worth.predict_from_position(layer, span.keys.shape[1], span.first)
         return told[self.heads.start : self.heads.stop]
 
 

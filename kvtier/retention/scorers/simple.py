@@ -22,7 +22,7 @@ class DistinctKeys(TokenScorer):
         score = pool(z(leverage) + w · z(−cos(k, mean of the normalised keys)))
 
     Sources: Compactor, §3.2; Park et al., "KeyDiff", 2025. Trials on contexts of seed 3000 chose
-    that both are added, of keys before rotation, and pooled over three (benchmarks/README.md). It
+    that both are added, of keys before rotation, and pooled over three (docs/decisions.md). It
     is the default where heads do not compete.
 
     difference_weight: w

@@ -45,14 +45,14 @@ SHARE_RULES: dict[str, type[ShareRule]] = {
 }
 
 
-class AskedShare(NamedTuple):
+class ConfiguredShare(NamedTuple):
     """A share rule that settings ask for, and the number that it is made from."""
 
     rule: type[ShareRule]
     number: float
 
 
-def asked_share(settings: Settings) -> AskedShare | None:
+def configured_share(settings: Settings) -> ConfiguredShare | None:
     """Return the share of a context that CA heads keep in a server with these settings; None:
     everything.
 
@@ -61,26 +61,26 @@ def asked_share(settings: Settings) -> AskedShare | None:
     if settings.share_rule is not None:
         return _named_share(settings.share_rule)
     for rule in SHARE_RULES.values():
-        number = rule.own_setting(settings)
+        number = rule.number_from(settings)
         if number is not None:
-            return AskedShare(rule, number)
+            return ConfiguredShare(rule, number)
     return None
 
 
 def expected_share(settings: Settings) -> float:
-    """The share of a context that plans count with. Raises UsageError as `asked_share` does."""
-    asked = asked_share(settings)
+    """The share of a context that plans count with. Raises UsageError like `configured_share`."""
+    asked = configured_share(settings)
     return 1.0 if asked is None else asked.rule.expected_share(asked.number)
 
 
 def reads_nll(settings: Settings) -> bool:
-    """Return whether a turn's NLL decides what is kept of it. Raises UsageError as `asked_share`
-    does."""
-    asked = asked_share(settings)
+    """Return whether a turn's NLL decides what is kept of it. Raises UsageError like
+    `configured_share`."""
+    asked = configured_share(settings)
     return asked is not None and asked.rule.needs_nll
 
 
-def _named_share(text: str) -> AskedShare:
+def _named_share(text: str) -> ConfiguredShare:
     name, _, written = text.partition("=")
     rule = SHARE_RULES.get(name.strip())
     if rule is None:
@@ -91,16 +91,16 @@ def _named_share(text: str) -> AskedShare:
         number = float("nan")
     if not rule.takes.allows(number):
         raise UsageError("share_rule", f"{rule.name}={rule.takes.value}", text)
-    return AskedShare(rule, number)
+    return ConfiguredShare(rule, number)
 
 
 __all__ = [
     "PAGE",
     "SHARE_RULES",
-    "AskedShare",
     "AtMost",
     "ByteBudget",
     "Choice",
+    "ConfiguredShare",
     "CurveSource",
     "Everything",
     "FixedShare",
@@ -110,7 +110,7 @@ __all__ = [
     "ShareRule",
     "TokenBudget",
     "Turn",
-    "asked_share",
+    "configured_share",
     "expected_share",
     "profile_slots",
     "reads_nll",

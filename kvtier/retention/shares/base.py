@@ -115,7 +115,7 @@ class ShareRule(ABC):
     needs_nll: ClassVar[bool] = False
 
     @classmethod
-    def own_setting(cls, settings: Settings) -> float | None:
+    def number_from(cls, settings: Settings) -> float | None:
         """The number in the rule's own setting, None where it asks for nothing. A rule without one
         is asked for as `share_rule = NAME=NUMBER`."""
         return None

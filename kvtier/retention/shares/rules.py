@@ -48,7 +48,7 @@ class FixedShare(ShareRule):
     share: float
 
     @classmethod
-    def own_setting(cls, settings: Settings) -> float | None:
+    def number_from(cls, settings: Settings) -> float | None:
         return settings.retention
 
     @classmethod
@@ -115,7 +115,7 @@ class QualityTarget(ShareRule):
     source: CurveSource
 
     @classmethod
-    def own_setting(cls, settings: Settings) -> float | None:
+    def number_from(cls, settings: Settings) -> float | None:
         return settings.quality
 
     @classmethod
@@ -159,7 +159,7 @@ class TokenBudget(ShareRule):
     tokens: int
 
     @classmethod
-    def own_setting(cls, settings: Settings) -> float | None:
+    def number_from(cls, settings: Settings) -> float | None:
         return settings.budget.tokens
 
     @classmethod
@@ -180,7 +180,7 @@ class ByteBudget(TokenBudget):
     name: ClassVar[str] = "budget-bytes"
 
     @classmethod
-    def own_setting(cls, settings: Settings) -> float | None:
+    def number_from(cls, settings: Settings) -> float | None:
         return settings.budget.bytes
 
     @classmethod

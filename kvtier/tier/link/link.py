@@ -306,7 +306,7 @@ class TierLink:
             if self._settled(wanted):
                 return False
             self.count("gets_settled")
-            self._puts.go_first(wanted)
+            self._puts.prioritize(wanted)
             longest_s = SETTLE_S if self._settle_s is None else self._settle_s
             self._fetches.hold(fetch, wanted, longest_s)
             self._ended_one()

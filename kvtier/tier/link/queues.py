@@ -197,7 +197,7 @@ class Outgoing:
         """Return whether a blob of these is on its way."""
         return not self._on_way.keys().isdisjoint(keys)
 
-    def go_first(self, keys: AbstractSet[bytes]) -> None:
+    def prioritize(self, keys: AbstractSet[bytes]) -> None:
         """The groups of these, and of what they read, go before all others that wait, in the order
         they have."""
         groups: set[object] = set()

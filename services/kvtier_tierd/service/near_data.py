@@ -28,7 +28,7 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
 from kvtier_tierd.service.calls import Write
-from kvtier_tierd.service.requests import is_intact, undisturbed
+from kvtier_tierd.service.requests import await_uncancelled, is_intact
 from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
 
 if TYPE_CHECKING:
@@ -167,14 +167,14 @@ class Refreshes:
         size = self.namespaces.chunk_bytes(namespace, self.chunk_bytes)
         loop = asyncio.get_running_loop()
         # Once for all layers: a store whose blobs are in pieces copies them here.
-        spans = await undisturbed(asyncio.to_thread(_exact_spans, context, handles))
+        spans = await await_uncancelled(asyncio.to_thread(_exact_spans, context, handles))
         async for request in requests:
             if request.WhichOneof("part") != "queries":
                 raise UsageError("refresh", "queries after the context", "another context")
             work = loop.run_in_executor(
                 self._workers, _choose, namespace, context, spans, request.queries
             )
-            header, payload = await undisturbed(work)
+            header, payload = await await_uncancelled(work)
             await write(pb.RefreshResponse(header=header))
             for begin in range(0, payload.nbytes, size):
                 chunk = payload[begin : begin + size].tobytes()

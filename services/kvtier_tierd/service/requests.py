@@ -60,13 +60,13 @@ def header_of(key: bytes, info: BlobInfo) -> pb.BlobHeader:
     )
 
 
-async def let_others_in(number: int) -> None:
+async def yield_to_loop(number: int) -> None:
     """Let the event loop turn now and then. The caller numbers its keys and calls this for each."""
     if number % HELD_KEYS_A_TURN == 0:
         await asyncio.sleep(0)
 
 
-async def undisturbed(work: Awaitable[Result]) -> Result:
+async def await_uncancelled(work: Awaitable[Result]) -> Result:
     """Return a thread's result, even when the call is over: the thread reads what is unpinned
     afterwards."""
     task = asyncio.ensure_future(work)
@@ -85,4 +85,4 @@ async def is_intact(name: BlobName, handle: Handle) -> bool:
     """Return whether the store holds what was put under this name."""
     info = handle.info
     known = info.checksum, name.key, name.namespace, info.layout, handle.pieces
-    return await undisturbed(asyncio.to_thread(verifies, *known))
+    return await await_uncancelled(asyncio.to_thread(verifies, *known))

@@ -17,8 +17,8 @@ from kvtier_tierd.service.requests import (
     check_count,
     header_of,
     info_of,
-    let_others_in,
     names_of,
+    yield_to_loop,
 )
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, SharedFile
 
@@ -63,7 +63,7 @@ class SharedMemoryCalls:
                 assert draft.offset is not None, "a shared store knows where its drafts are"
                 leases.append(self._leases.grant(namespace, draft, lease_s))
                 extents.append(pb.Extent(key=name.key, lease=leases[-1], offset=draft.offset))
-                await let_others_in(len(leases))
+                await yield_to_loop(len(leases))
         return pb.ReserveResponse(extents=extents, expires_ms=round(lease_s * 1000))
 
     async def commit(self, namespace: str, request: pb.CommitRequest) -> pb.CommitResponse:
@@ -75,7 +75,7 @@ class SharedMemoryCalls:
                 draft = drafts.pop()
                 await self._store.commit(draft)
                 self._metrics.moved("put", namespace, draft.info.num_bytes, shared=True)
-                await let_others_in(len(drafts))
+                await yield_to_loop(len(drafts))
         finally:
             for draft in drafts:
                 await self._store.abort(draft)
@@ -90,7 +90,7 @@ class SharedMemoryCalls:
         async with self._leasing(namespace) as leases:
             # Equal keys share a lease.
             for number, name in enumerate(names_of(namespace, dict.fromkeys(request.keys))):
-                await let_others_in(number)
+                await yield_to_loop(number)
                 handle = await self._store.open(name)
                 if handle is None:
                     self._metrics.missed(namespace)
@@ -113,7 +113,7 @@ class SharedMemoryCalls:
     async def release(self, namespace: str, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         check_count("leases", request.leases)
         for number, lease in enumerate(request.leases):
-            await let_others_in(number)
+            await yield_to_loop(number)
             await self._leases.release(namespace, lease)
         return pb.ReleaseResponse()
 

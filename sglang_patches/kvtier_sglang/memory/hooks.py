@@ -10,7 +10,7 @@ from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import backends_are_ours
 from kvtier_sglang.memory.assigning import assign
 from kvtier_sglang.memory.server import Memories
-from kvtier_sglang.request_options import asked_share
+from kvtier_sglang.request_options import requested_share
 from kvtier_sglang.tier.scopes import separate_adapters, with_share
 
 # In the `server_args` of `/set_internal_state`, with any number.
@@ -30,7 +30,7 @@ class RequestHooks:
         without."""
         if backends_are_ours()[1]:
             separate_adapters(req)
-            share = asked_share(req)
+            share = requested_share(req)
             if share is not None:
                 req.extra_key = with_share(req.extra_key, share)
             if (memories := self._memories()) is not None:

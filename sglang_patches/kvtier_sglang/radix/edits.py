@@ -184,7 +184,7 @@ class Edits:
         for lock in reversed(locks):
             tree.unlock(lock)
         if copy is not None and run.stop - run.shift == run.node.stop:
-            _let_go_first(run.node)
+            _let_prioritize(run.node)
         return node
 
     def _drop(self, node: KvNode, matched: KvNode) -> None:
@@ -212,13 +212,13 @@ class Edits:
         if last > first:
             node.dropped = DroppedSpan(first - piece.begin, last - piece.begin)
             node.choice = source.choice
-            node.keep_what_is_held(tree.allocator.pool.held_entries)
+            node.sync_kept(tree.allocator.pool.held_entries)
         tree.remember(node)
         tree.counters["moved_tokens"] += len(key)
         return node
 
 
-def _let_go_first(node: KvNode) -> None:
+def _let_prioritize(node: KvNode) -> None:
     """Have the context that ends with this node evicted before any other: most likely nobody asks
     for it again. Nodes stay that are locked, or that other contexts go through."""
     for below, one in enumerate(node.path()):

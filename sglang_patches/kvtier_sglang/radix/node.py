@@ -146,7 +146,7 @@ class KvNode(TreeNode):
             upper.dropped, self.dropped = DroppedSpan(begin, at), DroppedSpan(0, end - at)
             upper.choice = self.choice
             for part in (upper, self):
-                part.keep_what_is_held(entries)
+                part.sync_kept(entries)
         elif self.dropped.num_tokens:
             upper.dropped, self.dropped = self.dropped, NOTHING_DROPPED
             upper.choice, self.choice = self.choice, None
@@ -170,7 +170,7 @@ class KvNode(TreeNode):
         upper.session = self.session
         return upper
 
-    def keep_what_is_held(self, entries: Callable[[int], int]) -> None:
+    def sync_kept(self, entries: Callable[[int], int]) -> None:
         """Count what is kept of the dropped span by the slots that it has; entries: see `cut`."""
         held = self.value[self.dropped.begin : self.dropped.end]
         room = entries(int(torch.count_nonzero(held)))

@@ -287,7 +287,7 @@ class VariantRadixTree(RadixCache):
             return None
         copy = node.beginning(at, value)
         copy.dropped, copy.choice = DroppedSpan(node.dropped.begin, at), node.choice
-        copy.keep_what_is_held(self.allocator.pool.held_entries)
+        copy.sync_kept(self.allocator.pool.held_entries)
         node.parent.attach(copy)
         self.remember(copy)
         self.evictable_size_ += copy.num_slots

@@ -13,7 +13,7 @@ its row points there. So no other request sees them, a tier that does not answer
 request with what the tree has, and the next turn starts from there again.
 
 Where heads compete, a part of them is chosen by what tokens are worth to any turn, the rest by the
-turn's own queries (kvtier.retention.refreshing.choose_again). By a head profile, anchored heads
+turn's own queries (kvtier.retention.refreshing.reselect). By a head profile, anchored heads
 choose by their queries, and the others keep what they have.
 
 Scheduler thread only (the forward pass runs in it).

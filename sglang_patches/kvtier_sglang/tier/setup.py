@@ -12,7 +12,7 @@ from kvtier.heads.model.config import model_name
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
-from kvtier.retention.shares import asked_share, reads_nll
+from kvtier.retention.shares import configured_share, reads_nll
 from kvtier.tier.blobs.keys import KvIdentity
 from kvtier.tier.blobs.names import ContextNames
 from kvtier.tier.client import TierClient, TlsPaths
@@ -92,7 +92,7 @@ class NamedModel:
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:
     """Return a digest of everything that decides what a later turn sees of an earlier one."""
-    scorer, share = scorer_of(settings), asked_share(settings)
+    scorer, share = scorer_of(settings), configured_share(settings)
     # Where nothing is coded the digest is what it was before there were codes.
     coded = {} if settings.kept_dtype is None else {"kept_dtype": settings.kept_dtype}
     return _digest(

@@ -11,7 +11,7 @@ from tree_requests import context, digest
 from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import choose_again
+from kvtier.retention.refreshing import reselect
 from kvtier.retention.scorers import Span
 from kvtier.retention.shares import FixedShare
 
@@ -44,7 +44,7 @@ def expected_after(s: MiniScheduler, request, pruned, counts, asked: int):
         for head in range(SHAPE.num_kv_heads):
             count = counts[layer * SHAPE.num_kv_heads + head]
             mine = slice(head, head + 1)
-            kept = choose_again(
+            kept = reselect(
                 REFRESH.keepkv, exact[mine], exact[mine], worth[head], count,
                 QueryWindow(q[:, mine], QUERY_SCALE),
             )  # fmt: skip

@@ -97,7 +97,7 @@ def generated(s: MiniScheduler, request, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("near_data", [False, True])
-def test_every_so_many_tokens_the_newest_queries_choose_again(connect, near_data):
+def test_every_so_many_tokens_the_newest_queries_reselect(connect, near_data):
     s = MiniScheduler(
         share=FixedShare(0.3),
         link=connect(),

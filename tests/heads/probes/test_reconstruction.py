@@ -10,7 +10,7 @@ from tiny_llama import WINDOWS, tiny_model
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes import reconstruction
-from kvtier.heads.probes.reconstruction import attention_asked, attention_drawn
+from kvtier.heads.probes.reconstruction import question_attention, repetition_attention
 from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.session import ReferenceSession
 from kvtier.heads.samples.questions import Question
@@ -59,7 +59,7 @@ def prepared(
 
 def test_it_is_the_most_that_any_later_query_gives_a_token(prepared: Any) -> None:
     model, kv, windowed = prepared
-    found = attention_drawn(model, kv, CONTEXT, REQUEST)
+    found = repetition_attention(model, kv, CONTEXT, REQUEST)
     most = drawn_of(model, [*CONTEXT, *REQUEST, *CONTEXT], windowed)
     torch.testing.assert_close(found, most, rtol=1e-4, atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_it_is_the_most_that_any_later_query_gives_a_token(prepared: Any) -> Non
 def test_questions_draw_what_each_would_draw_alone(prepared: Any) -> None:
     model, kv, windowed = prepared
     questions = [Question((7, 3, 11), (4, 8)), Question((60, 2), (9, 9, 1))]
-    found = attention_asked(model, kv, questions)
+    found = question_attention(model, kv, questions)
     # The last token of an answer is asked for, and asks for nothing.
     alone = [
         drawn_of(model, [*CONTEXT, *one.prompt_ids, *one.answer_ids[:-1]], windowed)

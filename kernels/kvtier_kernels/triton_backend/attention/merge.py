@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, no_infinity
+from kvtier_kernels.triton_backend.softmax import LN_2, LOG2_E, finite_max
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -67,7 +67,7 @@ def merge_two(
     at = row[:, None] * DIM + d[None, :]
     log_a = tl.load(lse_a + row, mask=real, other=float("-inf"))
     log_b = tl.load(lse_b + row, mask=real, other=float("-inf"))
-    shift = no_infinity(tl.maximum(log_a, log_b))
+    shift = finite_max(tl.maximum(log_a, log_b))
     weight_a = tl.exp2((log_a - shift) * LOG2_E)
     weight_b = tl.exp2((log_b - shift) * LOG2_E)
     total = weight_a + weight_b

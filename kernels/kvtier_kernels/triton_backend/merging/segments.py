@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvtier_kernels.triton_backend.softmax import no_infinity
+from kvtier_kernels.triton_backend.softmax import finite_max
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def segment_softmax(
         peaks = tl.maximum(peaks, values)
     peak = tl.max(peaks, 1)
     # Relative to the peak first, so that shares are as precise at logits of 80 as at 0.
-    shift = no_infinity(peak)
+    shift = finite_max(peak)
     totals = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     for first in range(begin, end, BLOCK_T):
         i = first + tl.arange(0, BLOCK_T)
