@@ -1,16 +1,21 @@
-"""The number of GPUs that a 70B model wants for a recorded hour: full KV, kvtier, and its tier.
+"""The number of GPUs that recorded traffic wants: full KV, kvtier, and its tier.
 
     python -m benchmarks.planning.fleet_study --trace conversation_trace.jsonl --copies 2 5 10
+    python -m benchmarks.planning.fleet_study --trace claude_code_sessions.jsonl.gz --agents \\
+        --out agents-study.json --picture agents-study.png
 
-The recorded users come so many times over, and replicas are of stated hardware (`kvtier plan` says
-which). The study finds the fewest replicas that keep the 90th percentile of both times. Nothing
-here was measured on a GPU.
+The users of an hour come so many times over, and a 70B model answers them. Or an 8B model answers
+agents' sessions, which begin within half an hour, and an agent asks again when it has its answer;
+what one GPU hits of them is found, too. Replicas are of stated hardware (`kvtier plan` says which).
+The study finds the fewest that keep the 90th percentile of both times. Nothing here was measured on
+a GPU.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,27 @@ from kvtier.plan.study import PolicyPlan, Question, ask
 
 POLICIES = ("full", "kvtier", "kvtier-tier")
 COLOURS = {"full": "#8a5a00", "kvtier": "#0b62c4", "kvtier-tier": "#a3308a"}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to keep agents' sessions: a policy of the planner, the share that it keeps, and the
+    dtype of what is kept; None: as it is."""
+
+    policy: str
+    retention: float = 0.25
+    kept_dtype: str | None = None
+
+
+ARMS = {
+    "full KV": Arm("full"),
+    "full KV, host tier": Arm("kvtier-tier", retention=1.0),
+    "25%": Arm("kvtier"),
+    "25%, tier": Arm("kvtier-tier"),
+    "25% at 4 bits": Arm("kvtier", kept_dtype="int4"),
+    "25% at 4 bits, tier": Arm("kvtier-tier", kept_dtype="int4"),
+}
+AGENTS_SPREAD_S = 1800.0
 # Copies of the hour begin up to so much later, and the first part only fills caches.
 SPREAD_S, WARM_S = 600.0, 900.0
 
@@ -29,6 +55,7 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--trace", required=True, metavar="FILE", help="in Mooncake's format")
     arguments.add("--copies", nargs="+", type=int, default=[2, 5, 10], metavar="N",
                   help="times its users (2 5 10)")  # fmt: skip
+    arguments.add("--agents", action="store_true", help="the trace is of agents' sessions")
     arguments.number("--ttft", 2.0, "s, the 90th percentile")
     arguments.number("--tpot", 0.05, "s, the 90th percentile")
     arguments.number("--gpu-hour-cost", 2.5, "of a GPU, in any currency")
@@ -37,6 +64,9 @@ def declare(arguments: Arguments) -> None:
 
 def run(options: Options) -> Iterator[Measured]:
     """Simulate traffic of every size. Yields the outcome so far after each, to be written."""
+    if options.agents:
+        yield from run_agents(options)
+        return
     rows: list[dict[str, Any]] = []
     stated: Mapping[str, Any] = {}
     for copies in options.copies:
@@ -63,6 +93,86 @@ def run(options: Options) -> Iterator[Measured]:
         draw(rows, options)
 
 
+def run_agents(options: Options) -> Iterator[Measured]:
+    """Simulate agents' sessions in every arm: the fewest GPUs, and one."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, arm in ARMS.items():
+        question = Question(
+            policies=(arm.policy,),
+            slo=Slo(ttft_s=options.ttft, tpot_s=options.tpot, percentile=90.0),
+            trace=Path(options.trace),
+            spread_s=AGENTS_SPREAD_S,
+            model="llama-3-8b",
+            tp=1,
+            retention=arm.retention,
+            kept_dtype=arm.kept_dtype,
+            schedule_policy="lpm",
+            seed=options.seed,
+        )
+
+        def tell(text: str, name: str = name) -> None:
+            print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+        found = ask(question, tell)
+        (plan,), (one,) = found["policies"], ask(replace(question, replicas=1), tell)["policies"]
+        rows[name] = {
+            "arm": asdict(arm),
+            "traffic": found["traffic"],
+            "replica": found["replica"],
+            **document(plan),
+            "one": one.tried[0].model_dump(),
+        }
+        yield Measured({"slo": question.slo.model_dump(), "rows": rows})
+    show_agents(rows)
+    if options.picture is not None:
+        draw_agents(rows, options.picture)
+
+
+def show_agents(rows: Mapping[str, dict[str, Any]]) -> None:
+    table = new_table(
+        "Agents' sessions",
+        ("", "GPUs", "device", "tier", "refused", "TTFT p90, s", "TPOT p90, ms", "one GPU hits"),
+    )
+    for name, row in rows.items():
+        best, one = shown_in(row), Answers.model_validate(row["one"])
+        table.add_row(
+            name, f"{best.gpus:,}" if row["best"] else f"> {best.gpus:,}",
+            f"{best.hit_device:.3f}", f"{best.hit_tier:.3f}", f"{best.refused:,}",
+            f"{best.ttft_s.p90:.2f}", f"{best.tpot_s.p90 * 1e3:.1f}",
+            f"{one.hit_device + one.hit_tier:.3f}",
+        )  # fmt: skip
+    show(table)
+
+
+def draw_agents(rows: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """Draw the fewest GPUs of each arm, with the requests that are refused there, and the share of
+    tokens that one GPU hits."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.4), sharey=True)
+    shown = [shown_in(row) for row in rows.values()]
+    ones = [Answers.model_validate(row["one"]) for row in rows.values()]
+    bars = left.barh(list(rows), [one.gpus for one in shown], color="#0b62c4")
+    left.bar_label(
+        bars,
+        [f" {x.gpus}" + (f", {x.refused} requests refused" if x.refused else "") for x in shown],
+    )
+    left.set(xlabel="GPUs for the SLO", xlim=(0, 1.6 * max(one.gpus for one in shown)))
+    right.barh(list(rows), [one.hit_device for one in ones], color="#0b62c4", label="device")
+    right.barh(
+        list(rows), [one.hit_tier for one in ones], left=[one.hit_device for one in ones],
+        color="#a3308a", label="tier",
+    )  # fmt: skip
+    right.set(xlabel="share of prompt tokens that one GPU hits", xlim=(0, 1))
+    right.legend(loc="lower left")
+    left.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": "kvtier"})
+
+
 def document(plan: PolicyPlan) -> dict[str, Any]:
     """Return one policy's plan, as it stands in the JSON."""
     return {
@@ -73,6 +183,11 @@ def document(plan: PolicyPlan) -> dict[str, Any]:
     }
 
 
+def shown_in(found: Mapping[str, Any]) -> Answers:
+    """Return the fleet to show of a document: the best, or the largest that was tried."""
+    return Answers.model_validate(found["best"] or found["tried"][-1])
+
+
 def show_rows(rows: list[dict[str, Any]]) -> None:
     table = new_table(
         "The fewest GPUs", ("copies", "policy", "GPUs", "device", "tier", "TTFT p90, s",
@@ -80,7 +195,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
     )  # fmt: skip
     for row in rows:
         for policy, found in row["policies"].items():
-            best = Answers.model_validate(found["best"] or found["tried"][-1])
+            best = shown_in(found)
             table.add_row(
                 str(row["copies"]), policy,
                 f"{best.gpus:,}" if found["best"] else f"> {best.gpus:,}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -48,3 +50,22 @@ def test_programs_want_a_trace_and_have_good_defaults(program, capsys):
     assert program.BENCHMARK.parse(["--trace", "some.jsonl"]).seed == program.BENCHMARK.seed
     assert program.main(["--trace", "no-such-trace.jsonl", "--out", os.devnull]) == 2
     assert "--trace: expected a readable file" in capsys.readouterr().err
+
+
+def test_agents_sessions_are_studied_in_every_arm(tmp_path: Path):
+    asked = [
+        {"t": 9.0 * n, "in": 64 * n, "out": 9, "think_time": 5.0, "hash_ids": [*range(n)]}
+        for n in range(20, 26)
+    ]
+    trace, out, picture = (tmp_path / name for name in ("agents.jsonl", "out.json", "out.png"))
+    trace.write_text(json.dumps({"id": "one", "block_size": 64, "requests": asked}))
+    given = ["--trace", trace, "--agents", "--out", out, "--picture", picture]
+    assert fleet_study.main([str(one) for one in given]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert list(rows) == list(fleet_study.ARMS)
+    for row in rows.values():
+        # One GPU is enough for one session, which finds again what its last turn had.
+        assert row["best"]["gpus"] == row["one"]["gpus"] == 1
+        assert row["one"]["refused"] == 0
+        assert row["one"]["hit_device"] > 0.7
+    assert picture.stat().st_size > 0
