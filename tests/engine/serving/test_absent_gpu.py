@@ -66,6 +66,7 @@ def serve(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_on_cuda_says_what_one_on_a_cpu_says(tmp_path: Path) -> None:
     replays = tmp_path / "replays"

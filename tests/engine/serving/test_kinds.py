@@ -103,7 +103,10 @@ def said_in(found: dict[str, Any]) -> list[list[list[int]]]:
 
 
 EVERY = [(name, "folder") for name in KINDS]
-BY_ID = [(name, "hub id") for name in (KINDS if THOROUGH else ("Llama",))]
+BY_ID = [
+    pytest.param(name, "hub id", marks=pytest.mark.slow)
+    for name in (KINDS if THOROUGH else ("Llama",))
+]
 
 
 @pytest.mark.parametrize(("name", "by"), [*EVERY, *BY_ID])
