@@ -160,14 +160,14 @@ def draw_agents(rows: Mapping[str, dict[str, Any]], path: Path) -> None:
         bars,
         [f" {x.gpus}" + (f", {x.refused} requests refused" if x.refused else "") for x in shown],
     )
-    left.set(xlabel="GPUs for the SLO", xlim=(0, 1.6 * max(one.gpus for one in shown)))
+    left.set(xlabel="GPUs for the SLO", xlim=(0, 1.8 * max(one.gpus for one in shown)))
     right.barh(list(rows), [one.hit_device for one in ones], color="#0b62c4", label="device")
     right.barh(
         list(rows), [one.hit_tier for one in ones], left=[one.hit_device for one in ones],
         color="#a3308a", label="tier",
     )  # fmt: skip
     right.set(xlabel="share of prompt tokens that one GPU hits", xlim=(0, 1))
-    right.legend(loc="lower left")
+    right.legend(loc="upper right")
     left.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": "kvtier"})
