@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if TURN is not None:
         slow = sorted({item.path for item in items if item.get_closest_marker("slow")})
         waits = {path for number, path in enumerate(slow) if number % 3 != TURN}
-        left = [x for x in items if x.path in waits and x.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        left = {x for x in items if x.path in waits and x.get_closest_marker("slow")}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
     slowest = {"slow": 0, "engine": 1}
     of_file: dict[Path, int] = {}
     for item in items:

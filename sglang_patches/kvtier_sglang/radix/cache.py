@@ -221,7 +221,8 @@ class KvtierRadixCache(VariantRadixTree):
 
     def check_hicache_events(self) -> None:
         """Resolve what all ranks have by now, as a round of the scheduler begins."""
-        self.ranks.resolve_all(self.requests.pending)
+        if self.tier is not None:
+            self.ranks.resolve_all(self.requests.pending)
 
     def has_pending_cache_operations(self) -> bool:
         """Return that nothing keeps SGLang from flushing: requests wait only in its own queue."""
