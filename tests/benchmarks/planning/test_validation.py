@@ -14,18 +14,21 @@ ROW = {
     "policy": "full",
     "hit rate": [0.200, 0.209],
     "resident": [100, 94],
+    "output tokens/s": [50.0, 45.5],
     "TTFT p50, ms": [80.0, 99.0],
     "TPOT p50, ms": [10.0, 30.0],
 }
 
 
 def test_a_bar_is_met_within_its_limit_alone_and_says_it():
-    hit, resident, ttft = validation.bars(ROW)
+    hit, resident, throughput, ttft = validation.bars(ROW)
     assert hit.met
     assert (hit.value, hit.wanted) == ("+4.5%", "within 5% of the engine's")
     assert not resident.met
+    assert throughput.met
+    assert not validation.bars(ROW | {"output tokens/s": [50.0, 44.5]})[2].met
     assert ttft.met
-    assert not validation.bars(ROW | {"TTFT p50, ms": [80.0, 101.0]})[2].met
+    assert not validation.bars(ROW | {"TTFT p50, ms": [80.0, 101.0]})[3].met
 
 
 def test_a_difference_from_nothing_is_endless_and_none_is_none():
