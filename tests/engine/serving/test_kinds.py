@@ -129,7 +129,7 @@ def test_every_kind_says_what_it_should(tmp_path: Path, name: str, by: str) -> N
     assert found["state"]["compacted_tokens"] > 0
     assert found["state"]["integrity"] == []
     if kind.as_stock:
-        stock = said_in(answers_of(tmp_path / "stock", path, "stock"))
+        stock = said_in(answers_of(tmp_path / "stock", str(folder), "stock"))
         assert [one for one, _ in said] == [one for one, _ in stock]
         assert said[:SHORT] == stock[:SHORT]
         return
