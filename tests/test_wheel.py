@@ -1,5 +1,5 @@
-"""The jobs of an installed wheel: the main ones run in an empty folder with no checkout in
-sight."""
+"""The jobs of an installed wheel, built from the source distribution: the main ones run in an empty
+folder with no checkout in sight."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sysconfig
 import tempfile
 import urllib.request
 import venv
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,13 +37,15 @@ class Installed:
         wheels, self.prefix = folder / "wheels", folder / "venv"
         self.empty = folder / "empty"
         self.empty.mkdir()
-        self._pip("wheel", "--no-build-isolation", "--wheel-dir", str(wheels), str(ROOT))
+        source = build(folder / "source", "sdist")
+        self._pip("wheel", "--no-build-isolation", "--wheel-dir", str(wheels), str(source))
+        (self.wheel,) = wheels.iterdir()
         venv.create(self.prefix, symlinks=True)
         (site,) = self.prefix.glob("lib/python*/site-packages")
         (site / "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
         self.python = str(self.prefix / "bin" / "python")
         # Never uninstalls: what the tests run by stays as it is.
-        wanted = ("install", "--no-index", "--ignore-installed", *map(str, wheels.iterdir()))
+        wanted = ("install", "--no-index", "--ignore-installed", str(self.wheel))
         self._pip("--python", self.python, *wanted)
         # The checkout gives it forked commands alone: see tests/forking.
         self.environment = os.environ | {
@@ -97,6 +100,15 @@ class Installed:
         return [str(self.prefix / "bin" / words[0]), *words[1:]]
 
 
+def build(folder: Path, target: str) -> Path:
+    """Return a distribution of the checkout: the one file that hatchling, as `make build`, puts
+    into a folder."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    (made,) = folder.iterdir()
+    return made
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("wheel"))
@@ -105,6 +117,18 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 @pytest.fixture(scope="module")
 def model(installed: Installed) -> str:
     return installed.run("python", "-m", "kvtier.demo_model").strip()
+
+
+def test_the_source_distribution_builds_the_wheel_that_the_checkout_builds(installed, tmp_path):
+    def files(wheel: Path) -> dict[str, int]:
+        with zipfile.ZipFile(wheel) as opened:
+            return {one.filename: one.CRC for one in opened.infolist()}
+
+    of_checkout = files(build(tmp_path / "wheel", "wheel"))
+    assert files(installed.wheel) == of_checkout
+    assert {name for name in of_checkout if name.endswith("py.typed")} == {
+        f"{name}/py.typed" for name in PACKAGES
+    }
 
 
 def test_everything_is_the_wheels_own_and_the_demo_model_is_in_it(installed, model):

@@ -85,7 +85,7 @@ def run(options: Options) -> Measured:
         more += ["--speed", str(options.speed)]
         judged = replay(options, trace, options.kv_budget, block_tokens, *more)
         rows = [
-            compare(judged, real, calibrate(probed))
+            compare(judged, real, calibrate(probed, cache_of(probed, calibrating.settings)))
             for probed, real in zip(calibrating.runs, judged.runs, strict=True)
         ]
     show_rows(rows)

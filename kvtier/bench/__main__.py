@@ -69,7 +69,7 @@ def run_all(
         command=command,
         environment=describe_environment(options.workload.seed),
         model=describe_model(model, plans),
-        settings=options.settings.model_dump(mode="json", exclude={"data_dir"}),
+        settings=plans[0].settings.model_dump(mode="json", exclude={"data_dir"}),
         failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
         notes=tuple(note for entry in plans for note in entry.notes),
     )

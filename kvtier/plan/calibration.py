@@ -4,7 +4,8 @@ Requests that were served alone (no other one was there) say what prefill costs,
 cached prefix and restored tokens. Those that came together and with no others say what a request
 more in a pass costs, and a step of a batch. Rates are the non-negative least squares (scipy's
 `nnls`) of the times over the factors in the model of `kvtier.plan.fleet.Rates`. Each time is
-weighted by its inverse, so a relative error counts alike for short and long requests.
+weighted by its inverse, so a relative error counts alike for short and long requests. What was
+cached of a prompt is read as far as its cache keeps it.
 `kvtier.traffic.probe` is a trace that has such requests.
 """
 
@@ -52,8 +53,9 @@ def load_replay(file: Path, argument: str = "--calibration") -> ReplayDocument:
         raise UsageError(argument, expected, str(file)) from error
 
 
-def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration:
-    """Fit the rates of a run. Raises UsageError where too few of its requests were alone."""
+def calibrate(run: ReplayResult, cache: Cache, argument: str = "--calibration") -> Calibration:
+    """Fit the rates of a run over a cache. Raises UsageError where too few of its requests were
+    alone."""
     groups = groups_alone(run.requests)
     alone = [group[0] for group in groups if len(group) == 1]
     if len(alone) < LEAST_REQUESTS:
@@ -61,11 +63,15 @@ def calibrate(run: ReplayResult, argument: str = "--calibration") -> Calibration
         raise UsageError(argument, expected, f"{len(alone)} under policy {run.policy}")
     passes = [group for group in groups if len(group) == 1 or _new(group) <= run.chunk_tokens]
     times = np.array([_ttft_s(group) for group in passes])
-    terms = np.array([_prefill_terms(group, run.chunk_tokens) for group in passes])
+    terms = np.array(
+        [_prefill_terms(group, run.chunk_tokens, cache.kept_share) for group in passes]
+    )
     prefill, ttft_error = _fit(terms, times)
     batches = [group for group in groups if group[0].tpot_ms is not None]
     tpots = np.array([_tpot_s(group) for group in batches])
-    decode, tpot_error = _fit(np.array([_decode_terms(group) for group in batches]), tpots)
+    decode, tpot_error = _fit(
+        np.array([_decode_terms(group, cache.kept_share) for group in batches]), tpots
+    )
     return Calibration(
         rates=Rates(
             prefill_base_s=prefill[0],
@@ -125,12 +131,15 @@ def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
     return alone
 
 
-def _prefill_terms(group: Sequence[ReplayRecord], chunk_tokens: int) -> list[float]:
+def _prefill_terms(
+    group: Sequence[ReplayRecord], chunk_tokens: int, kept_share: float
+) -> list[float]:
     """Return the factors of the rates of a group's prefill: passes, requests, new tokens, pairs of
-    tokens, 1 where tokens were restored, and their number."""
+    tokens and of entries that they attend to, 1 where tokens were restored, and their number."""
     new = [record.prompt_tokens - record.cached_tokens for record in group]
     pairs = sum(
-        count * (record.cached_tokens + count / 2) for record, count in zip(group, new, strict=True)
+        count * (kept_share * record.cached_tokens + count / 2)
+        for record, count in zip(group, new, strict=True)
     )
     restored = sum(record.restored_tokens for record in group)
     passes = math.ceil(sum(new) / chunk_tokens)
@@ -148,10 +157,13 @@ def _ttft_s(group: Sequence[ReplayRecord]) -> float:
     return sum(record.ttft_ms for record in group) / len(group) / 1e3
 
 
-def _decode_terms(group: Sequence[ReplayRecord]) -> list[float]:
+def _decode_terms(group: Sequence[ReplayRecord], kept_share: float) -> list[float]:
     """Return the factors of the rates of a step of requests that decode together: passes, requests,
-    and the tokens that they read halfway through their answers."""
-    read = sum(one.prompt_tokens + one.output_tokens / 2 for one in group)
+    and the entries that they read halfway through their answers."""
+    read = sum(
+        one.prompt_tokens - (1 - kept_share) * one.cached_tokens + one.output_tokens / 2
+        for one in group
+    )
     return [1.0, len(group), read]
 
 

@@ -24,7 +24,7 @@ class Rates:
 
     A prefill pass: prefill_base_s + prefill_request_s * requests that begin in it
                     + prefill_token_s * new tokens
-                    + prefill_pair_s * (new tokens x tokens that each attends to)
+                    + prefill_pair_s * (new tokens x entries that each attends to)
     A decode step:  decode_base_s + decode_request_s * requests
                     + decode_token_s * tokens of full KV that they read
 
@@ -83,6 +83,11 @@ class Cache:
     tier_tokens: int = 0
     tier_span_tokens: int = SPAN_TOKENS
     windows: Windows = field(default_factory=Windows)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of its entries that a finished turn keeps, but for windows."""
+        return self.ca_share * self.retention if self.compresses else 1.0
 
 
 @dataclass(frozen=True)

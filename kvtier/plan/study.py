@@ -177,11 +177,12 @@ def _calibrated(question: Question) -> list[FleetPlan]:
     for policy in question.policies:
         if policy not in runs:
             raise UsageError("--policies", f"some of {', '.join(runs)}, as calibrated", policy)
+    caches = {policy: cache_of(runs[policy], document.settings) for policy in question.policies}
     return [
         FleetPlan(
             replicas=1,
-            rates=calibrate(runs[policy]).rates,
-            cache=cache_of(runs[policy], document.settings),
+            rates=calibrate(runs[policy], caches[policy]).rates,
+            cache=caches[policy],
             chunk_tokens=runs[policy].chunk_tokens,
             max_running=runs[policy].max_running,
             routing=question.routing,

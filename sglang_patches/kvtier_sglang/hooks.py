@@ -71,7 +71,23 @@ def ask_tier(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     away is not asked, so then it need not look beforehand what it would ask for."""
     cache = scheduler.tree_cache
     if isinstance(cache, KvtierRadixCache) and cache.tier is not None:
-        scheduler.enable_lmcache = cache.uses_tier
+        scheduler.enable_lmcache = scheduler.enable_hicache_storage = cache.uses_tier
+
+
+def ask_tier_again(original: Callable[..., bool], scheduler: Any, req: Any) -> bool:
+    """AROUND Scheduler._prefetch_after_device_hit_loss: a request that is to be admitted may have
+    lost its prefix while it was queued. Return whether it waits for the tier now.
+
+    SGLang's own gives up after some attempts, and logs each; ours ask for what is lost since they
+    asked last, which is always more.
+    """
+    cache = scheduler.tree_cache
+    if not isinstance(cache, KvtierRadixCache) or cache.tier is None:
+        return original(scheduler, req)
+    if req.prefix_len + req.host_hit_length >= (req.storage_prefetch_last_match_len or 0):
+        return False
+    scheduler._prefetch_kvcache(req)
+    return cache.waits(req.rid)
 
 
 def admit_streaming(

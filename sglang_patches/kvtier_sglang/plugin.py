@@ -80,6 +80,10 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
         f"{_CACHE}.update_eviction_metrics": (occupancy.count_evicted, after),
         "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
+        "sglang.srt.managers.scheduler.Scheduler._prefetch_after_device_hit_loss": (
+            hooks.ask_tier_again,
+            around,
+        ),
         "sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget": (
             hooks.admit_streaming,
             around,

@@ -10,6 +10,7 @@ continues ({"continues": [round, index], "input_ids": tail}): its prompt is then
 prompt, its answer, and the tail. Instead of requests a round may be one of these:
     {"weights": model directory}: they are loaded over the ones before and flush the cache
     {"flush": true}
+    {"settle": true}: nothing is on its way to the tier any more
     {"memories": [from, to]}: a directory is moved, and the folder of prefix memories read again
     {"until": counter, "request": {...}}: it is asked until the tier's counter is more than 0
 out: per round and request the answer, and the final state; of data parallel replicas the first
@@ -55,6 +56,8 @@ async def run_rounds(
             elif "until" in requests:
                 finished.append([await _ask_until(engine, requests, finished)])
                 continue
+            elif "settle" in requests:
+                await settled_states(engine)
             else:
                 await flush(engine)
             finished.append([])

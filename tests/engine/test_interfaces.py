@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sglang.srt
@@ -52,7 +53,7 @@ HYBRID = "models with other layers than attention are refused"
 LINKERS = "external cache linkers are refused"
 UNIFIED = "the unified memory pool is refused"
 SESSIONS = "sessions in the radix cache are refused"
-SLIDING = "models with windows are refused"
+SLIDING = "layers with windows are in the one pool: SGLang's pools for them are turned off"
 GRAPHS = "CUDA graphs of prefill are refused"
 COPIES = "of requests that a decoding server of a disaggregated pair retracts; refused"
 PAGES = "of pages longer than one token, which are refused"
@@ -134,6 +135,33 @@ LEFT_OPEN: dict[type, dict[str, str]] = {
     KvtierRadixCache: {"ready_to_load_host_cache": HICACHE},
 }
 
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# SGLang's methods that ours override. One that SGLang renames would never be called here.
+OVERRIDDEN: dict[type, set[str]] = {
+    KvtierAttnBackend: {
+        "forward_decode", "forward_extend", "get_cuda_graph_seq_len_fill_value",
+        "init_cuda_graph_state", "init_forward_metadata", "init_forward_metadata_in_graph",
+        "init_forward_metadata_out_graph", "shared_read_ends", "support_triton",
+    },
+    HeadPagedKVPool: {"get_key_buffer", "get_kv_buffer", "get_value_buffer", "set_kv_buffer"},
+    BundleAllocator: {
+        "alloc", "clear", "create_prefill_budget", "evict_to_free_tokens", "free",
+        "max_new_tokens_for_memory", "verify_byte_accounting",
+    },
+    KvtierRadixCache: {
+        "_delete_leaf", "_split_node", "check_hicache_events", "checkpoint", "dec_lock_ref",
+        "inc_lock_ref", "init_load_back", "insert", "match_prefix", "on_release",
+        "path_device_indices", "pop_prefetch_loaded_span", "pretty_print",
+        "release_aborted_request", "release_host_resources", "reset", "touch_prefix",
+    },
+    KvtierCpuPlatform: {
+        "_enum", "capabilities", "get_default_attention_backend",
+        "get_default_speculative_draft_attention_backend", "get_speculative_cache_locs_fn",
+        "get_torch_profiler_activity", "get_torch_profiler_activity_str",
+        "is_pin_memory_available",
+    },
+}  # fmt: skip
+
 
 @cache
 def loads() -> frozenset[tuple[str, str]]:
@@ -207,3 +235,32 @@ def test_what_its_bases_leave_open_is_done_or_never_asked(ours: type) -> None:
         if getattr(named, "id", None) == "NotImplementedError":
             open_methods.add(name)
     assert not unreviewed(open_methods, set(LEFT_OPEN.get(ours, {})))
+
+
+def overridden(ours: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name of each method of ours that overrides one of SGLang's, and both."""
+    bases = [base for base in ours.__mro__ if base.__module__.startswith("sglang.")]
+    for name in dir(ours):
+        method = inspect.getattr_static(ours, name)
+        theirs = next((vars(base)[name] for base in bases if name in vars(base)), None)
+        ours_alone = theirs is None or method is theirs
+        if not ours_alone and not name.startswith(("__", "_abc")):
+            yield name, method, theirs
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda cls: cls.__name__)
+def test_the_methods_that_are_overridden_are_sglangs_still(ours: type) -> None:
+    found = {name for name, _, _ in overridden(ours)}
+    assert not unreviewed(found, OVERRIDDEN[ours])
+
+
+@pytest.mark.parametrize("ours", OURS, ids=lambda cls: cls.__name__)
+def test_methods_take_what_those_that_they_override_take(ours: type) -> None:
+    for name, method, theirs in overridden(ours):
+        if not (inspect.isfunction(method) and inspect.isfunction(theirs)):
+            continue
+        taken, wanted = (inspect.signature(one).parameters.values() for one in (method, theirs))
+        if any(one.kind in VARIABLE for one in taken):
+            continue
+        named = {one.name for one in wanted if one.kind not in VARIABLE}
+        assert named <= {one.name for one in taken}, name

@@ -333,3 +333,17 @@ def test_a_request_waits_for_the_tier_no_longer_than_computing_would_take():
     computing = simulate(trace, FleetPlan(1, RATES, replace(FULL, slots=26_000)))
     assert (outcome.ttft_s[2::2] < 2.5 * computing.ttft_s[2::2]).all()
     assert (outcome.ttft_s[2::2] > 1.5 * computing.ttft_s[2::2]).all()
+
+
+def test_what_was_evicted_while_a_request_was_queued_comes_from_the_tier():
+    """Its context is there when it comes, and it waits behind a request that evicts that."""
+    ours, other = tuple(range(4)), tuple(range(100, 150))
+    first = TraceRequest(0.0, 512 * len(ours), 1, ours)
+    evicting = TraceRequest(10.0, 512 * len(other), 1, other)
+    second = TraceRequest(10.001, 512 * 5, 1, (*ours, 50))
+    traffic = traffic_of(Trace((first, evicting, second)), answers_continue=False)
+    cache = replace(FULL, slots=26_000, tier_tokens=10**7)
+    outcome = simulate(traffic, FleetPlan(1, RATES, cache, max_running=1))
+    check(outcome)
+    assert outcome.hit_device[2] + outcome.hit_tier[2] >= 512 * len(ours)
+    assert outcome.hit_tier[2] > 0

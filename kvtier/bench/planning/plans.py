@@ -31,9 +31,13 @@ ASSUMED_TEXT = Lengths(prompt=64, answer=16)
 
 @dataclass(frozen=True)
 class PolicyPlan:
-    """A policy with its arithmetic; `plan` is what the worker gets."""
+    """A policy with its arithmetic; `plan` is what the worker gets.
+
+    settings: the bench's, with the model's calibration; policies may change some
+    """
 
     policy: Policy
+    settings: Settings
     profile: HeadProfile
     profile_note: str
     slot_bytes: int
@@ -151,7 +155,13 @@ def _plan(
         heads_compete=competes,
     )
     return PolicyPlan(
-        policy, profile, note if policy.needs_profile else "", per_slot, session, plan
+        policy=policy,
+        settings=options.settings,
+        profile=profile,
+        profile_note=note if policy.needs_profile else "",
+        slot_bytes=per_slot,
+        session=session,
+        plan=plan,
     )
 
 

@@ -5,7 +5,7 @@ served (`fcfs`) or longest cached prefix first (`lpm`); a request that waits for
 hold up those behind it.
 
     prefill pass   base + request * requests that begin in it
-                   + token * new tokens + pair * (new tokens x tokens that they attend to)
+                   + token * new tokens + pair * (new tokens x entries that they attend to)
     decode step    base + request * batch + token * tokens that the batch reads
 
 A pass of either kind is one event, and so are all decode steps up to the next one that changes the
@@ -32,7 +32,7 @@ from kvtier.plan.core.state import (
     Fleet,
     World,
 )
-from kvtier.plan.core.tiering import restore, spill
+from kvtier.plan.core.tiering import fetch, restore, spill
 from kvtier.plan.core.turns import end_turn, publish, retention_of, streamed_slots
 from kvtier.plan.core.units import lock_path, reserve, unlock_path
 
@@ -156,6 +156,8 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
         before, request = _next_waiting(world, traffic, fleet, replica, now_s)
         if request == NONE:
             break
+        if fleet.tier_tokens > 0 and _asks_again(world, traffic, fleet, replica, request, now_s):
+            continue
         outcome = _admit(world, traffic, fleet, replica, request, now_s)
         if outcome == NO_ROOM:
             break
@@ -192,13 +194,39 @@ def _next_waiting(
 
 
 @compiled
+def _asks_again(
+    world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, now_s: float
+) -> bool:
+    """Ask the tier once more for a request that lost some of its prefix while it was queued. Return
+    whether it waits for that now."""
+    requests = world.requests
+    set_path(world, traffic, traffic.asks.node[request])
+    limit = traffic.asks.input_tokens[request] - 1
+    _, hit = walk(world, traffic, fleet, replica, limit, False, False)
+    if max(hit, _landed(world, request, hit, now_s)) >= requests.cached[request]:
+        return False
+    fetch(world, traffic, fleet, request, hit, now_s)
+    return requests.ready_s[request] > now_s
+
+
+@compiled
+def _landed(world: World, request: int, hit: int, now_s: float) -> int:
+    """Return the end of what has come from the tier behind the tokens that are hit; 0 for
+    nothing."""
+    requests = world.requests
+    if requests.lands_s[request] > now_s or hit < requests.fetched[request]:
+        return 0
+    return requests.landed[request]
+
+
+@compiled
 def _take_chunk(
     world: World, traffic: Asked, fleet: Fleet, replica: int, request: int, room: int
 ) -> float:
     """Put a request's next tokens into the batch, as many as fit. Returns the time in s that they
     take."""
     requests, replicas = world.requests, world.replicas
-    before = traffic.asks.input_tokens[request] - requests.left[request]
+    before = requests.reads[request] - requests.left[request]
     tokens = min(room, requests.left[request])
     requests.left[request] -= tokens
     requests.chunk[request] = tokens
@@ -225,8 +253,7 @@ def _admit(
     unit, hit = walk(world, traffic, fleet, replica, tokens - 1, False, True)
     lock_path(world, unit)
     wanted = tokens - hit + answer
-    landed = requests.landed[request] if requests.lands_s[request] <= now_s else 0
-    restored = landed - hit if hit >= requests.fetched[request] and landed > hit else 0
+    restored = max(0, _landed(world, request, hit, now_s) - hit)
     fits = wanted < fleet.slots - _read_tokens(world, unit)
     # Computed tokens are compressed as they come; tokens from the tier are there at once.
     streams = fleet.streams == ALWAYS and restored == 0

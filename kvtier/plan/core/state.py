@@ -115,18 +115,18 @@ def asked(traffic: Traffic) -> Asked:
 # The fields of a request. replica: the one that it went to; hit_device, hit_tier: tokens that were
 # not computed. A request that fits no replica is refused; its first_s and finish_s stay nan. The
 # other fields serve while it is there. follows: the one behind it in the queue; ready_s: the end of
-# its wait for the tier; lands_s: the time when the tier has answered; fetched, landed: the tokens
-# before and up to the end of the answer; recorded: the end of the whole turns in that; anchor: the
-# unit that it goes on from; own: its own unit; left, chunk, restored: tokens left to compute, in
-# the pass under way, and restored; reserved: slots that it has beside its units'; reads: tokens
-# that attention reads; target: the decode step that ends it; streams: whether its prompt is
-# compressed as it comes.
+# its wait for the tier; lands_s: the time when the tier has answered; cached: the tokens that its
+# replica had when the tier was asked last; fetched, landed: the tokens before and up to the end of
+# the answer; recorded: the end of the whole turns in that; anchor: the unit that it goes on from;
+# own: its own unit; left, chunk, restored: tokens left to compute, in the pass under way, and
+# restored; reserved: slots that it has beside its units'; reads: tokens that attention reads;
+# target: the decode step that ends it; streams: whether its prompt is compressed as it comes.
 _REQUESTS = {
     "arrived_s": "f8", "first_s": "f8", "finish_s": "f8", "replica": "i4", "hit_device": "i4",
     "hit_tier": "i4", "refused": "?", "follows": "i4", "ready_s": "f8", "lands_s": "f8",
-    "fetched": "i4", "landed": "i4", "anchor": "i4", "own": "i4", "left": "i4", "chunk": "i4",
-    "restored": "i4", "recorded": "i4", "reserved": "i4", "reads": "f8",
-    "target": "i8", "streams": "?",
+    "cached": "i4", "fetched": "i4", "landed": "i4", "recorded": "i4", "anchor": "i4",
+    "own": "i4", "left": "i4", "chunk": "i4", "restored": "i4", "reserved": "i4",
+    "reads": "f8", "target": "i8", "streams": "?",
 }  # fmt: skip
 # The fields of a unit; the root of replica i is unit i. sibling: the next variant of the same
 # parent that begins within the same node, key_node; prompt: the end of the prompt of the request

@@ -106,8 +106,8 @@ def _recorded_until(world: World, reach: int) -> int:
 def fetch(
     world: World, traffic: Asked, fleet: Fleet, request: int, cached: int, now_s: float
 ) -> None:
-    """Ask the tier for the tokens behind the `cached` ones that the replica of an arrived request
-    has. It is not asked for less than a span, nor where loading has been measured not to pay.
+    """Ask the tier for the tokens behind the `cached` ones that the replica of a request has. It is
+    not asked for less than a span, nor where loading has been measured not to pay.
 
     A replica's questions are answered one after the other. A question that finds nothing only
     delays those behind it, because the calibrated time of a prompt contains its own. The path at
@@ -117,6 +117,7 @@ def fetch(
     replica, tokens = requests.replica[request], traffic.asks.input_tokens[request]
     requests.ready_s[request] = requests.lands_s[request] = now_s
     requests.fetched[request] = requests.landed[request] = requests.recorded[request] = 0
+    requests.cached[request] = cached
     if tokens - cached < fleet.tier_span or not loading_pays(world, replica, now_s):
         return
     begin = max(now_s, world.replicas.link_free_s[replica])

@@ -208,6 +208,11 @@ class KvtierRadixCache(VariantRadixTree):
             return False
         return self.tier.fetches.is_ready(state)
 
+    def waits(self, rid: str) -> bool:
+        """Return whether a request waits for the tier's exact KV, or still holds what arrived."""
+        state = self.requests.get(rid)
+        return state is not None and state.kv_wait is not None
+
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """Return how many tokens came from the tier for a request, and where they begin."""
         state = self.requests.get(handle.rid)
