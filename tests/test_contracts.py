@@ -92,7 +92,6 @@ SLOW_ON_PURPOSE = {
     "tests/engine/ranks/faulty_ranks.py": "a rank whose tier answers late",
     "tests/tier/test_lanes.py": "a job that still runs when another fails",
     "tests/tierd/faults/tcp_proxy.py": "a slow network",
-    "tests/tierd/stores/test_mooncake_store.py": "a put that comes a little later than another",
 }
 
 
