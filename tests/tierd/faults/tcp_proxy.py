@@ -13,12 +13,9 @@ from waiting import SAFETY_S, be_slow_async
 
 
 class TcpProxy:
-    """Forwards 127.0.0.1:port to `target`. delay_s: before every piece, in both directions.
-    sent: all that clients have sent, where it is to `keep` that."""
+    """Forwards 127.0.0.1:port to `target`. delay_s: before every piece, in both directions."""
 
-    def __init__(self, target: str, *, keep: bool = False) -> None:
-        self.sent = bytearray()
-        self._keep = keep
+    def __init__(self, target: str) -> None:
         self._host, _, self._port = target.rpartition(":")
         self.delay_s = 0.0
         self._writers: set[asyncio.StreamWriter] = set()
@@ -40,22 +37,14 @@ class TcpProxy:
             return
         both = {writer, onward}
         self._writers |= both
-        kept = self.sent if self._keep else None
-        await asyncio.gather(self._pump(reader, onward, kept), self._pump(upstream, writer))
+        await asyncio.gather(self._pump(reader, onward), self._pump(upstream, writer))
         self._writers -= both
 
-    async def _pump(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        kept: bytearray | None = None,
-    ) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while data := await reader.read(1 << 16):
                 if self.delay_s:
                     await be_slow_async(self.delay_s)
-                if kept is not None:
-                    kept += data
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -88,8 +77,8 @@ class TcpProxy:
 
 
 @contextmanager
-def tcp_proxy(target: str, *, keep: bool = False) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(target, keep=keep)
+def tcp_proxy(target: str) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(target)
     try:
         yield proxy
     finally:
