@@ -7,17 +7,20 @@ breaker refused without asking comes on top and does not count. Every fault hits
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 from live_tier import LAYOUT, fetch, in_process, key_of, live_tier, payload_of
-from tcp_proxy import tcp_proxy
 from waiting import SAFETY_S, wait_for
 
+from benchmarks.tier.faults.processes import free_address
+from benchmarks.tier.faults.proxies import Resetting
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.breaker import Breaker
 from kvtier.tier.link.link import TierLink
@@ -141,59 +144,62 @@ def fleet(address: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[Fleet]:
             engine.link.close()
 
 
-# ---- one fault each; what is yielded is done again and again while it lasts
-
-
 @contextmanager
-def killed(tier, proxy):
-    """The service is killed in the middle of everything, and started again on the same port."""
-    tier.kill()
-    yield lambda: None
-    tier.start()
+def resetting(target: str) -> Iterator[tuple[Resetting, str]]:
+    """A proxy that resets the connections through it while it is `active`, and its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="proxy")
+    thread.start()
+    address = free_address()
+    proxy = Resetting(address, target, seed=1)
+    try:
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(SAFETY_S)
+        yield proxy, address
+        asyncio.run_coroutine_threadsafe(proxy.stop(), loop).result(SAFETY_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SAFETY_S)
+        loop.close()
 
 
-@contextmanager
-def stopped(tier, proxy):
-    """SIGSTOP: connections stay and no answer comes."""
-    tier.pause()
-    yield lambda: None
-    tier.resume()
-
-
-@contextmanager
-def reset(tier, proxy):
-    yield proxy.reset
-
-
-@contextmanager
-def slow(tier, proxy):
-    """The network is slower than any deadline: a tier that is not there, until it is fast again."""
-    proxy.delay_s = 2 * TIMEOUT_S
-    yield lambda: None
-    proxy.delay_s = 0.0
-
-
-@pytest.mark.parametrize("fault", [killed, stopped, reset, slow])
-def test_a_service_that_is_not_to_be_reached(tmp_path, memory_directory, fault):
+@pytest.mark.parametrize("fault", ["kill -9", "SIGSTOP"])
+def test_a_service_that_is_killed_or_hangs(tmp_path, memory_directory, fault):
+    """It is killed in the middle of everything and started again on the same port; or connections
+    stay and no answer comes, and when it comes it is too late."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
-    with (
-        live_tier(tmp_path, *flags) as tier,
-        tcp_proxy(tier.address) as proxy,
-        fleet(proxy.address) as engines,
-    ):
+    with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
+        began, ended = {
+            "kill -9": (tier.kill, tier.start),
+            "SIGSTOP": (tier.pause, tier.resume),
+        }[fault]
         faults = 0
         while engines.failed < HITS or faults < 5:
             engines.load()
             enough = engines.failed + LINKS
-            with fault(tier, proxy) as again:
-                engines.load_until(lambda again=again, n=enough: again() or engines.failed >= n)
-                if fault is not reset:
-                    # After three failures no link asks any more, and every call has ended.
-                    engines.load_until(lambda: not any(e.link.healthy for e in engines.engines))
-                    wait_for(lambda: not any(engine.waits() for engine in engines.engines))
+            began()
+            engines.load_until(lambda enough=enough: engines.failed >= enough)
+            # After three failures no link asks any more, and every call has ended.
+            engines.load_until(lambda: not any(e.link.healthy for e in engines.engines))
+            wait_for(lambda: not any(engine.waits() for engine in engines.engines))
+            ended()
             faults += 1
             engines.settle()
-        assert fault is reset or engines.counters["refused_while_open"] > 0
+        assert engines.counters["refused_while_open"] > 0
+
+
+def test_connections_that_are_reset(tmp_path, memory_directory):
+    flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
+    with (
+        live_tier(tmp_path, *flags) as tier,
+        resetting(tier.address) as (proxy, address),
+        fleet(address) as engines,
+    ):
+        while engines.failed < HITS:
+            engines.load()
+            enough, proxy.active = engines.failed + LINKS, True
+            engines.load_until(lambda enough=enough: engines.failed >= enough)
+            proxy.active = False
+            engines.settle()
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])

@@ -6,6 +6,7 @@ does not refresh, dies or lies is a typed error, and gives no entries.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from live_tier import connected, failing, in_process, live_tier, raw_stub
+from live_tier import connected, failing, in_process, raw_stub
 from test_lying_service import Liar, lying
 from waiting import SAFETY_S, wait_for
 
@@ -218,20 +219,20 @@ def test_a_service_that_was_told_not_to_says_so():
             NearData.open(client, Context([], [], RULES["dropped"]), Deadline(SAFETY_S))
 
 
-def test_a_service_that_dies_in_the_middle_ends_the_session(tmp_path):
-    flags = ("--memory", "16m", "--refresh-workers", "1")
-    with live_tier(tmp_path, *flags) as tier, connected(tier) as client:
+def test_a_service_that_hangs_or_ends_in_the_middle_ends_the_session():
+    go_on = threading.Event()
+    with in_process(refresh_workers=1, drain_s=0.1) as tier, connected(tier) as client:
         (span,) = make_spans(1, "float32")
         client.put(Blob(bytes(32), span.layout.encode(), [span.payload.data]))
         names = [SpanName(bytes(32), span.begin, span.stop)]
         with opened(client, Context(names, [PrunedRange(0, 32, 5)], RULES["dropped"])) as session:
             window = make_window(0, 1)
             session.choose(0, [0], window, "float32", Deadline(SAFETY_S))
-            tier.pause()
+            tier.loop.call_soon_threadsafe(go_on.wait, 20)
             with pytest.raises(TierExhaustedError, match="in time"):
                 session.choose(1, [0], window, "float32", Deadline(0.05))
-            tier.resume()
-            tier.kill()
+            go_on.set()
+            tier.shut_down()
             # The answer that was late may be there; it is not taken for another.
             for _ in range(2):
                 with pytest.raises(TierError):

@@ -71,7 +71,7 @@ def test_a_restart_changes_neither_the_blobs_nor_who_goes_first(tmp_path_factory
 def test_a_thousand_kills_in_small(tmp_path):
     """benchmarks.tier.crash is the same, 1000 times: nothing is corrupt, outdated, back or lost."""
     out = tmp_path / "out.json"
-    assert tier_crash.main(["--kills", "15", "--seed", "1", "--out", str(out)]) == 0
+    assert tier_crash.main(["--kills", "10", "--seed", "1", "--out", str(out)]) == 0
     counted = json.loads(out.read_text())["outcome"]
     for what in ("interrupted", "leftover_files", "blobs_that_must_be_there"):
         assert counted[what] > 0
