@@ -26,6 +26,7 @@ from kvtier.errors import TierUnavailableError, UsageError
 from kvtier.tier.client import Blob, Landing
 from kvtier.tier.transport.shared_memory import SharedMemory
 from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.stores.layered import LayeredOptions
 
 MIB = 1 << 20
 
@@ -87,22 +88,29 @@ def test_a_client_elsewhere_streams(tier, memory_directory):
         assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
 
 
-def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypatch):
-    """The blobs come as from a disk behind a memory that has no room."""
-    for number in range(4):
-        client.put(blob_of(number))
-    real_open = tier.store.open
-
-    async def open_elsewhere(name):
-        handle = await real_open(name)
-        if handle is not None and name.key in (key_of(1), key_of(3)):
-            handle.offset = None
-        return handle
-
-    monkeypatch.setattr(tier.store, "open", open_elsewhere)
-    outcome, landed = fetch(client, [key_of(number) for number in range(5)])
-    assert outcome == [Landing.LANDED] * 4 + [Landing.MISSING]
-    assert landed == {number: payload_of(number) for number in range(4)}
+def test_what_memory_has_no_room_for_comes_by_the_stream(directory, memory_directory):
+    """The blobs are on the disk behind a memory that is full of what is being read."""
+    store = LayeredOptions(disk_path=directory, memory_bytes=64 << 10)
+    with (
+        in_process(store=store, shared_directory=memory_directory) as tier,
+        connected(tier) as client,
+    ):
+        for number in range(12):
+            client.put(blob_of(number))
+            tier.run(tier.store.settle())
+        assert fetch(client, [key_of(number) for number in range(13)])[1] == {
+            number: payload_of(number) for number in range(12)
+        }
+        streamed, shared = (
+            tier.server.metrics.registry.get_sample_value(
+                "kvtier_tier_blobs_moved_total",
+                {"direction": "get", "namespace": "default", "path": path},
+            )
+            for path in ("stream", "shared")
+        )
+        assert streamed >= 6
+        assert streamed + shared == 12
+        assert tier.call(tier.store.check_integrity) == []
 
 
 def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):

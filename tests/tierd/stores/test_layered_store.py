@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_blobs import SIZE, blob_name, content, get, held, info_of, payload_of, put
+from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import pages
@@ -71,19 +71,6 @@ async def test_what_memory_serves_is_not_what_the_disk_evicts_nor_after_a_restar
             await put(store, blob_name(number), payload_of(number))
             await store.settle()
         assert await held(store.disk, *range(12)) == [0, 7, 10, 11]
-
-
-async def test_where_memory_is_all_pinned_the_disk_serves(tmp_path):
-    async with layered(tmp_path) as store:
-        for number in range(5):
-            await put(store, blob_name(number), payload_of(number))
-            await store.settle()
-        handles = [await store.open(blob_name(number)) for number in range(1, 5)]
-        from_disk = await store.open(blob_name(0))
-        assert from_disk.offset is None
-        assert content(from_disk) == payload_of(0)
-        for handle in [*handles, from_disk]:
-            handle.close()
 
 
 async def test_what_waits_for_the_disk_takes_a_share_of_memory_and_no_more(tmp_path):
