@@ -91,8 +91,6 @@ SLOW_ON_PURPOSE = {
     "tests/engine/fuzz_runner.py": "a client that takes breath between its requests",
     "tests/engine/ranks/faulty_ranks.py": "a rank whose tier answers late",
     "tests/tier/test_lanes.py": "a job that still runs when another fails",
-    "tests/tierd/faults/tcp_proxy.py": "a slow network",
-    "tests/tierd/stores/test_mooncake_store.py": "a put that comes a little later than another",
 }
 
 

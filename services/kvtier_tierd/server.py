@@ -73,7 +73,6 @@ class TierServer:
             max_blob_bytes=options.max_blob_bytes,
             budget=self.budget,
             stall_s=options.stall_s,
-            shared=self.store.shared,
             traces=self.traces,
         )
         self.address = options.listen
@@ -131,11 +130,6 @@ class TierServer:
         if options.certificate is None or options.key is None or options.client_ca is None:
             return None
         return renewed_credentials(TlsPaths(options.client_ca, options.certificate, options.key))
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port where metrics are served; None where they are not."""
-        return None if self.web is None else self.web.port
 
     def _serve_web(self) -> None:
         options, loop = self.options, asyncio.get_running_loop()

@@ -14,44 +14,34 @@ from kvtier_tierd.options import TierOptions
 
 
 def test_both_ends_have_the_same_default_address(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert default_address() == f"unix:{tmp_path}/kvtier/tier.sock"
-    assert TierOptions().listen == default_address()
-    assert load_settings(tier="default").tier.address == default_address()
-
-
-def test_without_a_runtime_directory_it_is_in_the_data_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(address_module, "RUNTIME_DIRECTORIES", tmp_path / "none")
-    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
-    for missing in (None, "", str(tmp_path / "not there")):
-        if missing is None:
-            monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-        else:
-            monkeypatch.setenv("XDG_RUNTIME_DIR", missing)
-        assert default_address() == f"unix:{tmp_path}/data/run/tier.sock"
-
-
-def test_without_the_variable_of_a_session_it_is_still_the_sessions(tmp_path, monkeypatch):
-    """A service that cron starts finds what a login has started."""
-    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    """It is in the session's runtime directory, for a service that cron starts, too; in the data
+    directory where there is none."""
     monkeypatch.setattr(address_module, "RUNTIME_DIRECTORIES", tmp_path)
     monkeypatch.setattr(address_module.os, "getuid", lambda: 12)
+    monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "session").mkdir()
+
+    def found(runtime: Path | str) -> str:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+        return default_address()
+
+    assert found(tmp_path / "session") == f"unix:{tmp_path}/session/kvtier/tier.sock"
+    assert TierOptions().listen == default_address()
+    assert load_settings(tier="default").tier.address == default_address()
+    for missing in ("", tmp_path / "not there"):
+        assert found(missing) == f"unix:{tmp_path}/data/run/tier.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert default_address() == f"unix:{tmp_path}/data/run/tier.sock"
     (tmp_path / "12").mkdir()
     assert default_address() == f"unix:{tmp_path}/12/kvtier/tier.sock"
 
 
-def test_settings_take_any_address_that_can_be_one():
+def test_settings_take_what_can_be_an_address_and_nothing_else():
     for tier in ("localhost:7311", "[::1]:7311", "unix:/run/tier.sock", "local"):
         assert load_settings(tier=tier).tier.address == tier
-
-
-@pytest.mark.parametrize("tier", ["", "unix:", "unix:/" + "x" * 107])
-def test_settings_refuse_an_address_that_cannot_be_one(tier):
-    with pytest.raises(ConfigurationError, match="tier"):
-        load_settings(tier=tier)
-
-
-def test_the_path_of_a_socket_is_none_of_a_port():
+    for tier in ("", "unix:", "unix:/" + "x" * 107):
+        with pytest.raises(ConfigurationError, match="tier"):
+            load_settings(tier=tier)
     assert socket_path("localhost:7311") is None
     assert socket_path("unix:/run/tier.sock") == Path("/run/tier.sock")
     with pytest.raises(UsageError, match="address"):

@@ -9,28 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.tier.blobs.keys import KEY_BYTES, SPAN_TOKENS, KvIdentity, Scope, SpanChain
+from kvtier.tier.blobs.keys import KEY_BYTES, KvIdentity, Scope, SpanChain
 
 IDENTITY = KvIdentity("llama", "abc", "bfloat16", num_layers=4, num_kv_heads=2, head_dim=64)
 TOKENS = st.lists(st.integers(0, 200_000), max_size=40)
-
-
 NO_SCOPE = Scope()
 
 
-def span_keys(identity, token_ids, span_tokens=SPAN_TOKENS, scope=NO_SCOPE):
+def span_keys(identity, token_ids, span_tokens=4, scope=NO_SCOPE):
     """The names of a whole context's spans."""
     chain = SpanChain(identity, span_tokens, scope)
     chain.extend(token_ids)
     return chain.keys
-
-
-@given(TOKENS, st.integers(1, 9))
-def test_every_whole_span_has_a_name_and_the_tail_has_none(tokens, span):
-    keys = span_keys(IDENTITY, tokens, span)
-    assert len(keys) == len(tokens) // span
-    assert all(len(key) == KEY_BYTES for key in keys)
-    assert len(set(keys)) == len(keys)
 
 
 @given(TOKENS, TOKENS, TOKENS, st.integers(1, 6))
@@ -53,46 +43,28 @@ def test_names_agree_exactly_as_far_as_the_tokens_do(shared, one, other, span):
         {"policy": "quarter"}, {"scores": "nll"},
     ],
 )  # fmt: skip
-def test_another_identity_shares_no_name(change):
+def test_another_identity_scope_or_length_of_spans_shares_no_name(change):
     tokens = list(range(32))
-    mine = set(span_keys(IDENTITY, tokens, 4))
-    assert mine.isdisjoint(span_keys(replace(IDENTITY, **change), tokens, 4))
+    mine = set(span_keys(IDENTITY, tokens))
+    assert mine.isdisjoint(span_keys(replace(IDENTITY, **change), tokens))
+    assert mine.isdisjoint(span_keys(IDENTITY, tokens, scope=Scope(extra_key="lora-7")))
+    assert mine.isdisjoint(span_keys(IDENTITY, tokens, 8))
 
 
-def test_another_adapter_or_salt_shares_no_name():
-    tokens = list(range(32))
-    mine = set(span_keys(IDENTITY, tokens, 4))
-    assert mine.isdisjoint(span_keys(IDENTITY, tokens, 4, scope=Scope(extra_key="lora-7")))
-
-
-@pytest.mark.parametrize("tokens", [[1.2, 2.7], ["a", "b"], [1, 1 << 63], [[1, 2], [3, 4]]])
-def test_what_is_no_token_is_refused_by_name(tokens):
-    with pytest.raises(UsageError, match="token_ids"):
-        span_keys(IDENTITY, tokens, 2)
-
-
-def test_spans_of_another_length_share_no_name():
-    tokens = list(range(32))
-    assert set(span_keys(IDENTITY, tokens, 4)).isdisjoint(span_keys(IDENTITY, tokens, 8))
-
-
-@given(TOKENS, TOKENS, st.integers(1, 6))
-def test_a_context_that_grows_has_the_names_of_one_that_was_whole(first, second, span):
+@given(TOKENS, TOKENS, TOKENS, st.integers(1, 6))
+def test_a_context_that_grows_has_the_names_of_one_that_was_whole(first, second, tail, span):
+    """Every whole span has one, and tails and records have names of their own."""
     chain = SpanChain(IDENTITY, span)
     chain.extend(first)
     chain.extend(second)
     assert chain.num_tokens == len(first + second)
     assert chain.keys == span_keys(IDENTITY, first + second, span)
-
-
-@given(TOKENS, TOKENS, st.integers(1, 6))
-def test_tails_and_records_have_names_of_their_own(tokens, tail, span):
-    chain = SpanChain(IDENTITY, span)
-    chain.extend(tokens)
     whole = len(chain.keys)
+    assert whole == len(first + second) // span
     names = {chain.tail_key(whole, tail), chain.tail_key(whole, [*tail, 1]), *chain.keys}
     names |= {chain.turns_key(spans) for spans in range(whole + 1)}
     assert len(names) == 2 + whole + whole + 1
+    assert {len(name) for name in names} == {KEY_BYTES}
 
 
 PARTS = st.text(alphabet="a\0\1\ud800", max_size=4)
@@ -106,24 +78,21 @@ def test_scopes_that_differ_have_different_names(scope, other):
 
 def test_the_names_of_today_are_the_names_of_tomorrow():
     """A change here orphans every blob of every tier: it needs another protocol version."""
-    (key,) = span_keys(IDENTITY, [1, 2, 3, 4], 4)
+    (key,) = span_keys(IDENTITY, [1, 2, 3, 4])
     assert key.hex() == "28a501386f8fbec5ecc7de6ce5350fc5a0f8bee82cb783c78a43d5dc8d1c04d4"
 
 
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
+def test_what_cannot_be_is_refused_by_name():
+    for change, name in (
         ({"num_layers": 0}, "num_layers"),
         ({"head_dim": 1.5}, "head_dim"),
         ({"tp_rank": 1}, "tp_rank"),
-    ],
-)
-def test_an_identity_that_cannot_be_is_refused_by_name(change, name):
-    with pytest.raises(UsageError, match=name):
-        replace(IDENTITY, **change)
-
-
-def test_a_span_without_tokens_is_refused():
+    ):
+        with pytest.raises(UsageError, match=name):
+            replace(IDENTITY, **change)
     for span_tokens in (0, 1 << 31):
         with pytest.raises(UsageError, match="span_tokens"):
             span_keys(IDENTITY, [1, 2], span_tokens)
+    for tokens in ([1.2, 2.7], ["a", "b"], [1, 1 << 63], [[1, 2], [3, 4]]):
+        with pytest.raises(UsageError, match="token_ids"):
+            span_keys(IDENTITY, tokens)

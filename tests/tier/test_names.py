@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.tier.blobs.keys import KvIdentity, Scope
@@ -54,14 +54,14 @@ def test_what_was_computed_over_a_compressed_turn_goes_under_the_policys_name():
     assert alone[-1].key == exact.tail_key(2, tokens[8:10])
 
 
-@given(TOKENS)
-def test_another_policy_finds_exact_kv_and_nothing_else(tokens):
-    assume(len(tokens) >= SPAN)
+@given(TOKENS, TOKENS)
+def test_another_policy_finds_exact_kv_and_nothing_else_and_tails_are_told_apart(tokens, other):
     mine = NAMES.chains(Scope(), tokens)
-    other = ContextNames(replace(IDENTITY, policy="half"), SPAN).chains(Scope(), tokens)
-    assert mine.exact.keys == other.exact.keys
-    assert set(mine.policy.keys).isdisjoint(other.policy.keys)
+    theirs = ContextNames(replace(IDENTITY, policy="half"), SPAN).chains(Scope(), tokens)
+    assert mine.exact.keys == theirs.exact.keys
+    assert set(mine.policy.keys).isdisjoint(theirs.policy.keys)
     assert set(mine.exact.keys).isdisjoint(mine.policy.keys)
+    assert (tail_digest(tokens) == tail_digest(other)) == (tokens == other)
 
 
 @given(st.lists(st.booleans(), max_size=12), st.data())
@@ -81,8 +81,3 @@ def test_a_run_stops_at_the_first_span_that_is_missing(exact, data):
         # Nothing exact follows what is not, so an exact span behind a policy's is of no use.
         assert not policy[end]
     assert exact_stop <= max(begin, end * SPAN)
-
-
-@given(TOKENS, TOKENS)
-def test_tails_are_told_apart(one, other):
-    assert (tail_digest(one) == tail_digest(other)) == (one == other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -42,22 +43,25 @@ class Authority:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = f"authority {x509.random_serial_number()}"
         usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
-        self._certificate = (
-            self._builder(self._name, self._key, DAY)
-            .add_extension(x509.BasicConstraints(True, None), True)
-            .add_extension(usage, True)
-            .sign(self._key, hashes.SHA256())
-        )
-        self.pem = self._certificate.public_bytes(PEM)
+        extensions = {x509.BasicConstraints(True, None): True, usage: True}
+        self.pem = self._signed(self._name, self._key, DAY, extensions)
 
-    def _builder(
-        self, common_name: str | None, key: ec.EllipticCurvePrivateKey, valid: timedelta
-    ) -> x509.CertificateBuilder:
+    def _signed(
+        self,
+        common_name: str | None,
+        key: ec.EllipticCurvePrivateKey,
+        valid: timedelta,
+        extensions: Mapping[x509.ExtensionType, bool],
+    ) -> bytes:
+        """A certificate. extensions: with whether each is critical."""
         end = datetime.now(UTC) + valid
-        return x509.CertificateBuilder(
+        builder = x509.CertificateBuilder(
             subject(self._name), subject(common_name), key.public_key(),
             x509.random_serial_number(), end - 3 * DAY, end,
         )  # fmt: skip
+        for extension, critical in extensions.items():
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(PEM)
 
     def issue(
         self, common_name: str | None, *, host: str = "127.0.0.1", valid: timedelta = DAY
@@ -65,15 +69,10 @@ class Authority:
         """A certificate for a client or, at `host`, a server; one that ended for valid < 0."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
-        certificate = (
-            self._builder(common_name, key, valid)
-            .add_extension(names, False)
-            .sign(self._key, hashes.SHA256())
-        )
         secret = key.private_bytes(
             PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Pair(certificate.public_bytes(PEM), secret)
+        return Pair(self._signed(common_name, key, valid, {names: False}), secret)
 
 
 def serial(certificate: bytes) -> int:

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_tier import InProcessTier, in_process
+from live_tier import InProcessTier, connected, in_process, raw_stub
 from mooncake_master import MooncakeMaster, missing
+
+from kvtier.tier.client import TierClient
+from kvtier.v1.tier_pb2_grpc import TierServiceStub
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +46,12 @@ def master(mooncake: None) -> Iterator[MooncakeMaster]:
 
 
 @pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Name the place of a disk store, where nothing is yet."""
+    return tmp_path / "disk"
+
+
+@pytest.fixture
 def memory_directory() -> Iterator[Path]:
     """Make a directory where the service makes its shared file by default, but for one test
     alone."""
@@ -56,3 +65,24 @@ def tier(memory_directory: Path) -> Iterator[InProcessTier]:
     with in_process(shared_directory=memory_directory) as tier:
         yield tier
         assert tier.problems() == []
+
+
+@pytest.fixture
+def client(tier: InProcessTier) -> Iterator[TierClient]:
+    """A client that shares the service's memory."""
+    with connected(tier) as client:
+        assert client.shares_memory
+        yield client
+
+
+@pytest.fixture
+def stub(tier: InProcessTier) -> Iterator[TierServiceStub]:
+    """A stub of the service."""
+    with raw_stub(tier.address) as stub:
+        yield stub
+
+
+@pytest.fixture
+def token(tier: InProcessTier) -> bytes:
+    """The beginning of the service's shared memory, which its clients have to say."""
+    return tier.store.shared.token

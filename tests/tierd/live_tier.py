@@ -46,17 +46,6 @@ def blob_of(number: int, num_bytes: int = 10_000) -> Blob:
     return Blob(key_of(number), LAYOUT, [payload_of(number, num_bytes)])
 
 
-class Landed:
-    """Buffers for whatever comes; `by_position` what landed where."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[int, bytearray] = {}
-
-    def __call__(self, offer: Offer) -> memoryview:
-        buffer = self.buffers[offer.position] = bytearray(offer.num_bytes)
-        return memoryview(buffer)
-
-
 @contextmanager
 def connected(tier: Any, namespace: str = "default", **options: Any) -> Iterator[TierClient]:
     """A client of a service, patient, that has asked who is there."""
@@ -83,14 +72,15 @@ def header_of(blob: Blob, namespace: str = "default", **changes: Any) -> tier_pb
 
 
 @contextmanager
-def failing(code: grpc.StatusCode) -> Iterator[None]:
-    """Check that a call in here fails with this status."""
+def failing(code: grpc.StatusCode, said: str = "") -> Iterator[None]:
+    """Check that a call in here fails with this status, and says this."""
     with pytest.raises(grpc.RpcError) as caught:
         yield
     assert caught.value.code() is code, caught.value.details()
+    assert said in caught.value.details()
 
 
-def whose(namespace):
+def whose(namespace: str) -> list[tuple[str, str]]:
     return [("kvtier-namespace", namespace)]
 
 
@@ -120,9 +110,14 @@ def fetch(
     client: TierClient, keys: Sequence[bytes], num_bytes: int = 1 << 20
 ) -> tuple[list[Landing], dict[int, bytes]]:
     """Outcomes of a get, and the bytes of the blobs that landed, by position."""
-    landed = Landed()
-    outcome = client.get(keys, landed, num_bytes)
-    good = {i: bytes(b) for i, b in landed.buffers.items() if outcome[i] is Landing.LANDED}
+    buffers: dict[int, bytearray] = {}
+
+    def land(offer: Offer) -> memoryview:
+        buffer = buffers[offer.position] = bytearray(offer.num_bytes)
+        return memoryview(buffer)
+
+    outcome = client.get(keys, land, num_bytes)
+    good = {i: bytes(b) for i, b in buffers.items() if outcome[i] is Landing.LANDED}
     return outcome, good
 
 
@@ -149,23 +144,24 @@ class LiveTier:
         return self
 
     def _line(self) -> str:
-        assert self.process is not None
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
+        assert self.running.stdout is not None
+        line = self.running.stdout.readline().strip()
         assert line, f"it did not start: {self.log.read_text()[-2000:]}"
         return line
 
-    def signal(self, number: int) -> None:
+    @property
+    def running(self) -> subprocess.Popen[str]:
         assert self.process is not None
-        self.process.send_signal(number)
+        return self.process
+
+    def signal(self, number: int) -> None:
+        self.running.send_signal(number)
 
     def pause(self) -> None:
-        assert self.process is not None
-        pause(self.process.pid)
+        pause(self.running.pid)
 
     def resume(self) -> None:
-        assert self.process is not None
-        resume(self.process.pid)
+        resume(self.running.pid)
 
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
@@ -174,10 +170,8 @@ class LiveTier:
 
     def wait(self) -> int:
         """The exit code."""
-        assert self.process is not None
-        assert self.process.stdout is not None
-        code = self.process.wait(SAFETY_S)
-        self.process.stdout.close()
+        with self.running as ended:
+            code = ended.wait(SAFETY_S)
         self.process = None
         return code
 
@@ -238,6 +232,10 @@ class InProcessTier:
     def store(self) -> Any:
         return self.server.store
 
+    def transfers(self, namespace: str = "default") -> int:
+        """Return how many puts and gets of a namespace are under way."""
+        return self.server.service.namespaces._in_flight[namespace]
+
     def problems(self) -> list[str]:
         """Return what is wrong with the store; and what is still held of it though no client is
         there."""
@@ -287,7 +285,7 @@ def in_process(**options: Any) -> Iterator[InProcessTier]:
 
 def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """The status and the text of an answer of the service over HTTP."""
-    url = f"http://{host}:{tier.server.metrics_port}{path}"
+    url = f"http://{host}:{tier.server.web.port}{path}"
     try:
         with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
             return answer.status, answer.read().decode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import signal
 import socket
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from kvtier_tierd.stores.mooncake.options import MooncakeOptions
 from kvtier_tierd.stores.mooncake.store import MooncakeStore
 
 MIB = 1 << 20
+NAME = "mooncake_master"
 CLIENT_TTL_S = 2  # seconds without a heartbeat after which the master drops a segment
 TIMEOUT_S = 2.0
 SEGMENT = 16 * MIB
@@ -30,12 +30,9 @@ prefixes = (f"test-{number}" for number in itertools.count())
 
 def missing() -> str:
     """Return why there can be no master; empty when there can."""
-    spec = importlib.util.find_spec("mooncake")
-    if spec is None or spec.origin is None:
-        return "needs pip install mooncake-transfer-engine-non-cuda"
-    binary = Path(spec.origin).parent / "mooncake_master"
-    if not binary.is_file():
-        return f"needs {binary}"
+    binary = program()
+    if binary is None or not binary.is_file():
+        return f"needs pip install mooncake-transfer-engine-non-cuda, with {binary or NAME}"
     checked = subprocess.run([binary, "--version"], capture_output=True, text=True)
     if "shared libraries" in checked.stderr:
         return f"needs apt-get install libcurl4 libibverbs1 libnuma1: {checked.stderr.strip()}"
@@ -51,8 +48,14 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def program() -> Path | None:
+    """Return the master's binary, where the package is installed."""
+    spec = importlib.util.find_spec("mooncake")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent / NAME
+
+
 class MooncakeMaster:
-    """One master; may be killed and started again at the same address."""
+    """One master; may be stopped and started again at the same address."""
 
     def __init__(self, *flags: str) -> None:
         self.flags = flags
@@ -69,11 +72,8 @@ class MooncakeMaster:
         return f"http://127.0.0.1:{self.metadata_port}/metadata"
 
     def start(self) -> None:
-        spec = importlib.util.find_spec("mooncake")
-        assert spec is not None
-        assert spec.origin is not None
         command = [
-            str(Path(spec.origin).parent / "mooncake_master"),
+            str(program()),
             "--rpc_address=127.0.0.1",
             f"--rpc_port={self.port}",
             "--metrics_host=127.0.0.1",
@@ -84,41 +84,27 @@ class MooncakeMaster:
             "--logtostderr=true",
             *self.flags,
         ]
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
+        self.process = process = subprocess.Popen(command, stdout=self.log, stderr=self.log)
         ports = [self.port]
         if "--enable_http_metadata_server=true" in self.flags:
             ports.append(self.metadata_port)
-        for port in ports:
-            self._wait_for(port)
 
-    def _wait_for(self, port: int) -> None:
         def is_up() -> bool:
-            assert self.process is not None
-            assert self.process.poll() is None, f"the master ended: {self.output()}"
-            with socket.socket() as one:
-                return one.connect_ex(("127.0.0.1", port)) == 0
+            assert process.poll() is None, f"the master ended: {self._said()[-2000:]}"
+            return all(connects(port) for port in ports)
 
-        wait_for(is_up, lambda: f"no master: {self.output()}")
+        wait_for(is_up, lambda: f"no master: {self._said()[-2000:]}")
 
     def _said(self) -> str:
         self.log.seek(0)
         return self.log.read().decode(errors="replace")
 
-    def output(self) -> str:
-        return self._said()[-2000:]
-
     def dropped(self) -> int:
         """Return how many segments of silent services it has dropped."""
         return self._said().count("action=unmount_expired")
 
-    def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def hanging(self) -> Iterator[None]:
         """Have it hang, with its connections open."""
         assert self.process is not None
         pause(self.process.pid)
@@ -128,6 +114,7 @@ class MooncakeMaster:
             resume(self.process.pid)
 
     def stop(self) -> None:
+        """Kill it."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -139,6 +126,11 @@ class MooncakeMaster:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self.log.close()
+
+
+def connects(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def options_of(master: MooncakeMaster, prefix: str = "", **others: Any) -> MooncakeOptions:

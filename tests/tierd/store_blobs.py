@@ -24,28 +24,31 @@ def info_of(payload: bytes, layout: bytes = LAYOUT) -> BlobInfo:
     return BlobInfo(len(payload), layout, xxhash.xxh3_128_digest(payload))
 
 
-async def reserve(store: BlobStore, name: BlobName, payload: bytes) -> Draft:
+async def reserve(
+    store: BlobStore, name: BlobName, payload: bytes, layout: bytes = LAYOUT
+) -> Draft:
     """A filled draft."""
-    draft = await store.reserve(name, info_of(payload))
+    draft = await store.reserve(name, info_of(payload, layout))
     draft.buffer[:] = payload
     return draft
 
 
-async def put(store: BlobStore, name: BlobName, payload: bytes) -> None:
-    await store.commit(await reserve(store, name, payload))
+async def put(store: BlobStore, name: BlobName, payload: bytes, layout: bytes = LAYOUT) -> None:
+    await store.commit(await reserve(store, name, payload, layout))
 
 
 def content(handle: Handle) -> bytes:
     return b"".join(bytes(piece) for piece in handle.pieces)
 
 
-async def get(store: BlobStore, name: BlobName) -> bytes | None:
+async def get(store: BlobStore, name: BlobName, layout: bytes = LAYOUT) -> bytes | None:
     """The payload, after checking it against what came with it."""
     handle = await store.open(name)
     if handle is None:
         return None
     payload = content(handle)
-    assert handle.info == info_of(payload, handle.info.layout)
+    assert handle.info == info_of(payload, layout)
+    assert all(piece.readonly for piece in handle.pieces)
     handle.close()
     return payload
 

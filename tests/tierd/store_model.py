@@ -14,19 +14,35 @@ from kvtier_tierd.stores.base import BlobName, BlobStore, Draft, Handle
 
 @dataclass
 class Model:
-    """A model of what a store has been told, to compare it with what it says."""
+    """A model of what a store has been told, to compare it with what it says. pins: whether an
+    open blob stays in it."""
 
     store: BlobStore
+    pins: bool = True
     committed: dict[BlobName, bytes] = field(default_factory=dict)
     drafts: list[tuple[Draft, bytes]] = field(default_factory=list)
-    handles: list[tuple[Handle, bytes]] = field(default_factory=list)
+    handles: list[tuple[Handle, bytes, BlobName | None]] = field(default_factory=list)
+    quarantined: int = 0
 
     async def put(self, name: BlobName, payload: bytes) -> None:
         try:
             await put(self.store, name, payload)
         except TierExhaustedError:
             return
+        await self._holds(name, payload)
+
+    async def _holds(self, name: BlobName, payload: bytes) -> None:
+        """A payload was committed, and is there."""
+        assert await self.store.exists([name]) == [True]
+        self._hide(name)
         self.committed[name] = payload
+
+    def _hide(self, name: BlobName) -> None:
+        """The name stands for nothing any more that is open now."""
+        self.committed.pop(name, None)
+        self.handles = [
+            (handle, payload, None if own == name else own) for handle, payload, own in self.handles
+        ]
 
     async def reserve(self, name: BlobName, payload: bytes) -> None:
         try:
@@ -38,7 +54,7 @@ class Model:
         if self.drafts:
             draft, payload = self.drafts.pop(which % len(self.drafts))
             await self.store.commit(draft)
-            self.committed[draft.name] = payload
+            await self._holds(draft.name, payload)
 
     async def abort(self, which: int) -> None:
         if self.drafts:
@@ -50,11 +66,11 @@ class Model:
         assert (handle is not None) == there
         if handle is not None:
             assert content(handle) == self.committed[name]
-            self.handles.append((handle, self.committed[name]))
+            self.handles.append((handle, self.committed[name], name))
 
     async def close(self, which: int) -> None:
         if self.handles:
-            handle, payload = self.handles.pop(which % len(self.handles))
+            handle, payload, _ = self.handles.pop(which % len(self.handles))
             assert content(handle) == payload
             handle.close()
             handle.close()
@@ -62,11 +78,12 @@ class Model:
     async def delete(self, name: BlobName) -> None:
         (there,) = await self.store.exists([name])
         assert await self.store.delete(name) == there
-        self.committed.pop(name, None)
+        self._hide(name)
 
     async def quarantine(self, name: BlobName) -> None:
+        self.quarantined += sum(await self.store.exists([name]))
         await self.store.quarantine(name)
-        self.committed.pop(name, None)
+        self._hide(name)
 
     async def settle(self) -> None:
         """End what is under way."""
@@ -84,7 +101,11 @@ class Model:
         names = list(ALL_NAMES)
         there = await self.store.exists(names)
         assert stats.blobs == sum(there)
-        assert all(name in self.committed for name, one in zip(names, there, strict=True) if one)
+        found = {name for name, one in zip(names, there, strict=True) if one}
+        assert found <= self.committed.keys()
+        assert stats.quarantined == self.quarantined
+        if self.pins:
+            assert {name for _, _, name in self.handles if name is not None} <= found
 
 
 ALL_NAMES = [blob_name(number, namespace) for number in range(5) for namespace in "ab"]

@@ -74,8 +74,9 @@ class EchoServer(TierServer):
             real.refreshes,
             chunk_bytes=real.chunk_bytes,
             max_blob_bytes=real.max_blob_bytes,
-            budget=real.budget,
+            budget=self.budget,
             stall_s=real.stall_s,
+            traces=self.traces,
         )
         self._server.add_generic_rpc_handlers(echo.handlers())
 

@@ -59,9 +59,8 @@ _PASSING = (TierUnavailableError, TierIntegrityError)
 class TierLink:
     """Two queues of work for one client, which the link owns. Thread-safe.
 
-    buffer_bytes:    host memory for blobs on their way, both directions together.
-    waiting_fetches: more of them are refused.
-    settle_s:        longest wait of a fetch for what it needs to reach the tier; None: SETTLE_S.
+    buffer_bytes: host memory for blobs on their way, both directions together.
+    settle_s:     longest wait of a fetch for what it needs to reach the tier; None: SETTLE_S.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class TierLink:
         *,
         buffer_bytes: int,
         breaker: Breaker | None = None,
-        waiting_fetches: int = WAITING_FETCHES,
         settle_s: float | None = None,
     ) -> None:
         self.client = client
@@ -79,7 +77,6 @@ class TierLink:
         self._calls = Calls(client, self.breaker, self._changed)
         self.counters = self._calls.counters
         self._buffer_bytes = buffer_bytes
-        self._waiting_fetches = waiting_fetches
         self._settle_s = settle_s
         self._claimed_bytes = 0
         self._puts = Outgoing()
@@ -168,7 +165,7 @@ class TierLink:
         """
         fetch = Fetch(work, needs)
         with self._changed:
-            full = len(self._fetches) >= self._waiting_fetches
+            full = len(self._fetches) >= WAITING_FETCHES
             if full or not self.healthy:
                 self.count("gets_refused" if full else "refused_while_open")
                 fetch.end(None)

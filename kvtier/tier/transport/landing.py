@@ -41,24 +41,19 @@ class Offer(NamedTuple):
 Land = Callable[[Offer], memoryview | None]
 
 
-def room(land: Land, offer: Offer) -> memoryview | None:
-    """Return the buffer where an offer lands, as bytes. Raises UsageError for a buffer of another
-    size."""
-    buffer = land(offer)
-    if buffer is None:
-        return None
-    view = memoryview(buffer).cast("B")
-    if len(view) != offer.num_bytes:
-        raise UsageError("land", f"a buffer of {offer.num_bytes} bytes", len(view))
-    return view
-
-
 class Arriving:
-    """A blob on its way in: where it lands and what it digests to."""
+    """A blob on its way in: where it lands and what it digests to.
+
+    Raises UsageError where `land` names a buffer of another size.
+    """
 
     def __init__(self, position: int, header: pb.BlobHeader, namespace: str, land: Land) -> None:
         self.position = position
-        self._buffer = room(land, Offer(position, header.num_bytes, header.layout))
+        buffer = land(Offer(position, header.num_bytes, header.layout))
+        self._buffer = None if buffer is None else memoryview(buffer).cast("B")
+        if self._buffer is not None and len(self._buffer) != header.num_bytes:
+            expected = f"a buffer of {header.num_bytes} bytes"
+            raise UsageError("land", expected, len(self._buffer))
         self._digest = Digest(header.key, namespace, header.layout)
         self._checksum = header.checksum
         self._landed = 0
@@ -92,4 +87,4 @@ class Arriving:
         return Landing.LANDED if fine else Landing.CORRUPT
 
 
-__all__ = ["Arriving", "Land", "Landing", "Offer", "room"]
+__all__ = ["Arriving", "Land", "Landing", "Offer"]

@@ -33,21 +33,8 @@ from kvtier_tierd.stores.base import StoreStats
 MAX_NAMESPACES = 64
 # A lookup takes a fraction of a millisecond; a stream may take as long as its client's deadline.
 CALL_BUCKETS_S = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
-    30,
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1, 2.5, 5, 10, 30),
 )
 OTHER = "other"
 _SEE = "See kvtier_tierd.monitoring.metrics"

@@ -18,7 +18,7 @@ from kvtier.errors import KvtierError, TierUnavailableError
 from kvtier.tier.wire import code_of
 from kvtier_tierd.limits import Namespaces, Progress, StalledError, namespace_of
 from kvtier_tierd.monitoring.metrics import TierMetrics
-from kvtier_tierd.monitoring.tracing import NoTraces, Traces
+from kvtier_tierd.monitoring.tracing import Traces
 
 Write = Callable[[Any], Awaitable[None]]
 
@@ -26,11 +26,8 @@ Write = Callable[[Any], Awaitable[None]]
 class Calls:
     """The calls of a service. draining: whether new ones are refused."""
 
-    def __init__(
-        self, namespaces: Namespaces, metrics: TierMetrics, traces: Traces | None = None
-    ) -> None:
-        self._namespaces, self._metrics = namespaces, metrics
-        self._traces = traces or NoTraces()
+    def __init__(self, namespaces: Namespaces, metrics: TierMetrics, traces: Traces) -> None:
+        self._namespaces, self._metrics, self._traces = namespaces, metrics, traces
         self.draining = False
         self.running: set[asyncio.Task[Any]] = set()
 

@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError, UsageError
-from kvtier.tier.blobs.keys import KEY_BYTES
 from kvtier.tier.blobs.payload import checksum, decode_span_layout
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
 from kvtier_tierd.service.calls import Write
-from kvtier_tierd.service.requests import await_uncancelled, is_intact
-from kvtier_tierd.stores.base import BlobName, BlobStore, Handle
+from kvtier_tierd.service.requests import await_uncancelled, header_of, is_intact, names_of
+from kvtier_tierd.stores.base import BlobInfo, BlobStore, Handle
 
 if TYPE_CHECKING:
     from kvtier.tier.near_data.exact_kv import ExactSpan
@@ -130,12 +129,9 @@ class Refreshes:
     ) -> list[bytes]:
         """Open the blobs of `keys`; returns those that are not held, or not as they were: as soon
         as there is one, nothing is asked of the others."""
-        for key in keys:
-            if len(key) != KEY_BYTES:
-                raise UsageError("keys", f"{KEY_BYTES} bytes each", f"{len(key)}")
+        names = names_of(namespace, keys)
         if len(set(keys)) < len(keys):
             raise UsageError("spans", "each span once", f"{len(keys)} keys")
-        names = [BlobName(namespace, key) for key in keys]
         held = await self.store.exists(names)
         missing = [name.key for name, one in zip(names, held, strict=True) if not one]
         for name in [] if missing else names:
@@ -216,8 +212,6 @@ def _choose(
     from kvtier.tier.near_data.messages import Entries, decode_queries
 
     layout = spans[0].layout
-    if len(queries.key) != KEY_BYTES:
-        raise UsageError("key", f"{KEY_BYTES} bytes", len(queries.key))
     if max(queries.heads, default=0) >= layout.num_kv_heads:
         raise UsageError("heads", f"below {layout.num_kv_heads}", list(queries.heads))
     window = decode_queries(queries, layout.head_dim)
@@ -233,13 +227,8 @@ def _choose(
         voted=context.rule.merges,
     )
     payload, meaning = entries.encode(chosen), entries.layout()
-    header = pb.BlobHeader(
-        key=queries.key,
-        num_bytes=payload.nbytes,
-        layout=meaning,
-        checksum=checksum(queries.key, namespace, meaning, payload.data),
-    )
-    return header, payload
+    digest = checksum(queries.key, namespace, meaning, payload.data)
+    return header_of(queries.key, BlobInfo(payload.nbytes, meaning, digest)), payload
 
 
 __all__ = ["Refreshes"]

@@ -59,8 +59,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     max_blob_bytes: larger blobs are refused.
     budget:         counts what puts have sent and the store does not have yet.
     stall_s:        how long a stream may stand still.
-    shared:         the memory that same-host clients may map, or None.
-    traces:         where calls are traced; None: nowhere.
+    traces:         where calls are traced.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         max_blob_bytes: int,
         budget: Budget,
         stall_s: float,
-        shared: SharedFile | None = None,
-        traces: Traces | None = None,
+        traces: Traces,
     ) -> None:
         self.store = store
         self.namespaces = namespaces
@@ -83,9 +81,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
         self.refreshes = refreshes
         self.chunk_bytes = chunk_bytes
         self.max_blob_bytes = max_blob_bytes
-        self.budget = budget
         self.stall_s = stall_s
-        self.shared = shared
         self.leases = Leases(store)
         self.calls = Calls(namespaces, metrics, traces)
         self._streams = Streams(
@@ -97,7 +93,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             budget=budget,
             stall_s=stall_s,
         )
-        self._same_host = SharedMemoryCalls(store, metrics, self.leases, shared, max_blob_bytes)
+        self._same_host = SharedMemoryCalls(store, metrics, self.leases, max_blob_bytes)
 
     # -- about blobs --
 
@@ -105,7 +101,7 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
     async def GetServerInfo(
         self, namespace: str, request: pb.GetServerInfoRequest
     ) -> pb.GetServerInfoResponse:
-        shared = self.shared or SharedFile("", 0, b"")
+        shared = self.store.shared or SharedFile("", 0, b"")
         return pb.GetServerInfoResponse(
             protocol_version=negotiate(request.protocol_versions),
             server_version=__version__,

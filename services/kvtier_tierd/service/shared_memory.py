@@ -20,27 +20,22 @@ from kvtier_tierd.service.requests import (
     names_of,
     yield_to_loop,
 )
-from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, SharedFile
+from kvtier_tierd.stores.base import BlobStore, SharedFile
 
 
 class SharedMemoryCalls:
-    """Each method answers one RPC.
+    """Each method answers one RPC. Where the store shares no memory, every Reserve and Acquire is
+    refused.
 
-    shared:         the file that clients map; None: every Reserve and Acquire is refused.
     max_blob_bytes: larger blobs are refused.
     Methods raise KvtierError for what a request may not ask, or what there is no room for.
     """
 
     def __init__(
-        self,
-        store: BlobStore,
-        metrics: TierMetrics,
-        leases: Leases,
-        shared: SharedFile | None,
-        max_blob_bytes: int,
+        self, store: BlobStore, metrics: TierMetrics, leases: Leases, max_blob_bytes: int
     ) -> None:
         self._store, self._metrics, self._leases = store, metrics, leases
-        self._shared, self._max_blob_bytes = shared, max_blob_bytes
+        self._max_blob_bytes = max_blob_bytes
 
     async def reserve(self, namespace: str, request: pb.ReserveRequest) -> pb.ReserveResponse:
         shared = self._check_shared(request.shared_token)
@@ -55,7 +50,8 @@ class SharedMemoryCalls:
                 if known:
                     continue
                 try:
-                    draft = await self._reserve(name, info, shared)
+                    self._leases.check_room(namespace, info.num_bytes, shared.num_bytes)
+                    draft = await self._store.reserve(name, info)
                 except TierError:
                     if not extents:
                         raise
@@ -118,11 +114,12 @@ class SharedMemoryCalls:
         return pb.ReleaseResponse()
 
     def _check_shared(self, token: bytes) -> SharedFile:
-        if self._shared is None:
+        shared = self._store.shared
+        if shared is None:
             raise UsageError("shared memory", "a server that shares its memory", "one without")
-        if token != self._shared.token:
+        if token != shared.token:
             raise TierUnavailableError("the memory that you have mapped is not mine; connect again")
-        return self._shared
+        return shared
 
     @asynccontextmanager
     async def _leasing(self, namespace: str) -> AsyncIterator[list[int]]:
@@ -135,10 +132,6 @@ class SharedMemoryCalls:
             for number in numbers:
                 await self._leases.release(namespace, number)
             raise
-
-    async def _reserve(self, name: BlobName, info: BlobInfo, shared: SharedFile) -> Draft:
-        self._leases.check_room(name.namespace, info.num_bytes, shared.num_bytes)
-        return await self._store.reserve(name, info)
 
 
 __all__ = ["SharedMemoryCalls"]

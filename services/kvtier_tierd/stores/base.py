@@ -27,10 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvtier.errors import UsageError
-from kvtier.tier.blobs.keys import KEY_BYTES
-from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
-from kvtier_tierd.limits import MAX_NAMESPACE_BYTES, Budget
+from kvtier_tierd.limits import Budget
 from kvtier_tierd.stores.options import StoreOptions
 
 Buffer = memoryview
@@ -38,9 +35,9 @@ COPY_BYTES = 1 << 20
 
 
 class BlobName(NamedTuple):
-    """The name of a blob.
+    """The name of a blob. The service refuses what cannot be one, and what cannot be a BlobInfo.
 
-    namespace: whose it is; namespaces never see each other's blobs.
+    namespace: whose it is, at most 200 bytes of UTF-8; namespaces never see each other's blobs.
     key:       32 bytes, unique in its namespace (kvtier.tier.blobs.keys).
     """
 
@@ -188,10 +185,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
-        """Room for a new blob, evicting least recently used ones if need be; see `Draft`.
-
-        Raises UsageError for a name or info that the store cannot hold.
-        """
+        """Room for a new blob, evicting least recently used ones if need be; see `Draft`."""
 
     @abstractmethod
     async def commit(self, draft: Draft) -> None:
@@ -228,24 +222,6 @@ class BlobStore(ABC):
         means nothing while a commit is under way."""
 
 
-def check_blob(name: BlobName, info: BlobInfo) -> None:
-    """Check a blob that is kept outside of this process, where its parts have limits. Raises
-    UsageError."""
-    try:
-        long = len(name.namespace.encode()) > MAX_NAMESPACE_BYTES
-    except UnicodeEncodeError:
-        long = True
-    if long:
-        expected = f"at most {MAX_NAMESPACE_BYTES} bytes of UTF-8"
-        raise UsageError("namespace", expected, name.namespace)
-    if len(name.key) != KEY_BYTES:
-        raise UsageError("key", f"{KEY_BYTES} bytes", len(name.key))
-    if len(info.layout) > MAX_LAYOUT_BYTES:
-        raise UsageError("layout", f"at most {MAX_LAYOUT_BYTES} bytes", len(info.layout))
-    if len(info.checksum) != CHECKSUM_BYTES:
-        raise UsageError("checksum", f"{CHECKSUM_BYTES} bytes", len(info.checksum))
-
-
 async def filled(
     store: BlobStore, name: BlobName, info: BlobInfo, pieces: Iterable[Buffer]
 ) -> Draft:
@@ -275,6 +251,5 @@ __all__ = [
     "SharedFile",
     "StoreResources",
     "StoreStats",
-    "check_blob",
     "filled",
 ]

@@ -105,12 +105,14 @@ class LruAccount:
         """Give a draft's bytes back."""
         self.reserved[namespace] -= num_bytes
 
-    def add(self, name: BlobName, num_bytes: int) -> None:
-        """A committed blob, now the most recently used one; the name must be free."""
+    def add(self, name: BlobName, num_bytes: int) -> Entry:
+        """A committed blob, now the most recently used one; the name must be free. Its entry is the
+        store's to count open handles in, also when it is not of the account any more."""
         assert name not in self.entries, "replacing a blob removes it first"
-        self.entries[name] = Entry(num_bytes)
+        self.entries[name] = entry = Entry(num_bytes)
         self._orders.setdefault(name.namespace, OrderedDict())[name] = None
         self.used[name.namespace] += num_bytes
+        return entry
 
     def remove(self, name: BlobName, *, evicted: bool = False) -> None:
         self.used[name.namespace] -= self.entries.pop(name).num_bytes

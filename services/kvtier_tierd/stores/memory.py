@@ -23,7 +23,7 @@ from kvtier_tierd.stores.base import (
     StoreResources,
     StoreStats,
 )
-from kvtier_tierd.stores.lru import LruAccount
+from kvtier_tierd.stores.lru import Entry, LruAccount
 from kvtier_tierd.stores.options import SIZE, Flag, StoreOptions
 
 HIGH_WATERMARK = 0.95
@@ -32,14 +32,12 @@ LOW_WATERMARK = 0.90
 
 @dataclass
 class Blob:
-    """A blob's place in the memory; hidden: no longer served, only waiting for its readers."""
+    """A blob's place in the memory, and its entry, which counts its readers."""
 
     name: BlobName
     info: BlobInfo
     offset: int
-    num_pages_bytes: int
-    pins: int = 0
-    hidden: bool = False
+    entry: Entry
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ class MemoryStore(BlobStore):
 
     def _is_movable(self, offset: int) -> bool:
         name = self._at.get(offset)
-        return name is not None and not self._blobs[name].pins
+        return name is not None and not self._blobs[name].entry.pins
 
     async def commit(self, draft: Draft) -> None:
         assert draft.offset is not None
@@ -139,8 +137,8 @@ class MemoryStore(BlobStore):
         if name in self._blobs:
             self._forget(name)
         self.account.release(name.namespace, size)
-        self.account.add(name, size)
-        self._blobs[name] = Blob(name, draft.info, draft.offset, size)
+        entry = self.account.add(name, size)
+        self._blobs[name] = Blob(name, draft.info, draft.offset, entry)
         self._at[draft.offset] = name
         self._respect_watermarks()
 
@@ -163,8 +161,7 @@ class MemoryStore(BlobStore):
         blob = self._blobs.get(name)
         if blob is None:
             return None
-        blob.pins += 1
-        self.account.entries[name].pins += 1
+        blob.entry.pins += 1
         self.account.touch(name)
         view = self.arena.view(blob.offset, blob.info.num_bytes).toreadonly()
         return Handle(blob.info, (view,), lambda: self._unpin(blob), blob.offset)
@@ -176,11 +173,9 @@ class MemoryStore(BlobStore):
 
     def _unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
-        blob.pins -= 1
-        if not blob.hidden:
-            self.account.entries[blob.name].pins -= 1
-        elif blob.pins == 0:
-            self.account.release(blob.name.namespace, blob.num_pages_bytes)
+        blob.entry.pins -= 1
+        if not blob.entry.pins and self._blobs.get(blob.name) is not blob:
+            self.account.release(blob.name.namespace, blob.entry.num_bytes)
             self.arena.free(blob.offset)
 
     async def delete(self, name: BlobName) -> bool:
@@ -196,9 +191,8 @@ class MemoryStore(BlobStore):
         blob = self._blobs.pop(name)
         del self._at[blob.offset]
         self.account.remove(name, evicted=evicted)
-        if blob.pins:
-            blob.hidden = True
-            self.account.reserve(name.namespace, blob.num_pages_bytes)
+        if blob.entry.pins:
+            self.account.reserve(name.namespace, blob.entry.num_bytes)
         else:
             self.arena.free(blob.offset)
 
@@ -207,15 +201,8 @@ class MemoryStore(BlobStore):
 
     def check_integrity(self) -> list[str]:
         problems = self.account.check_integrity() + self.arena.check_integrity()
-        if set(self._blobs) != set(self.account.entries):
-            problems.append("blobs and their account name different things")
+        if {name: blob.entry for name, blob in self._blobs.items()} != self.account.entries:
+            problems.append("blobs and their account differ")
         if self._at != {blob.offset: name for name, blob in self._blobs.items()}:
             problems.append("blobs are not where they should be")
-        for name, blob in self._blobs.items():
-            entry = self.account.entries.get(name)
-            if entry is not None and (entry.pins, entry.num_bytes) != (
-                blob.pins,
-                blob.num_pages_bytes,
-            ):
-                problems.append(f"{name} is miscounted")
         return problems

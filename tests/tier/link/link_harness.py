@@ -32,7 +32,6 @@ class FakeClient:
         self.gate = threading.Event()
         self.gate.set()
         self.fails: BaseException | None = None
-        self.connect_fails: BaseException | None = None
         self.stored: list[Blob] = []
         self.known: set[bytes] = set()
         self.calls = self.connects = 0
@@ -40,9 +39,8 @@ class FakeClient:
 
     def connect(self) -> None:
         self.connects += 1
-        error = self.connect_fails or self.fails
-        if error is not None:
-            raise error
+        if self.fails is not None:
+            raise self.fails
 
     def put(self, blob: Blob, *, replace: bool = False) -> bool:
         self.calls += 1

@@ -4,107 +4,59 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import FakeClock
 
 from kvtier.tier.link.breaker import FAILURES, Breaker
 
-
-@pytest.fixture
-def clock():
-    return FakeClock()
+FIRST_S, LONGEST_S = 1.0, 8.0
 
 
-@pytest.fixture
-def breaker(clock):
-    return Breaker(first_s=1.0, longest_s=8.0, clock=clock)
+@given(st.lists(st.sampled_from(["failed", "failed", "succeeded", "probed"]), max_size=60))
+def test_it_is_open_after_three_failures_in_a_row_and_waits_longer_each_time(steps):
+    breaker = Breaker(first_s=FIRST_S, longest_s=LONGEST_S, clock=FakeClock())
+    failures, is_open, wait_s, opened = 0, False, FIRST_S, 0
+    for step in steps:
+        opens = getattr(breaker, step)()
+        if step == "succeeded":
+            failures, is_open, wait_s = 0, False, FIRST_S
+        elif is_open:
+            wait_s = min(2 * wait_s, LONGEST_S)
+            failures, is_open = FAILURES - 1, step == "failed"
+        elif step == "failed":
+            failures += 1
+            is_open = failures >= 3
+            opened += is_open
+            assert opens == is_open
+        assert breaker.is_open == is_open
+        assert breaker.opened == opened
+        assert (breaker.seconds_to_probe() is not None) == is_open
+        if is_open and step == "failed":
+            assert 0.75 * wait_s <= breaker.seconds_to_probe() <= 1.25 * wait_s
 
 
-def open_it(breaker):
-    while not breaker.failed():
-        assert not breaker.is_open
-
-
-def test_it_opens_after_a_few_failures_in_a_row_and_three_are_enough(breaker):
-    assert FAILURES <= 3
-    for _ in range(5):
-        assert not breaker.failed()
-        assert not breaker.failed()
-        breaker.succeeded()
-    assert not breaker.failed()
-    assert not breaker.failed()
-    assert not breaker.is_open
-    assert breaker.seconds_to_probe() is None
-    assert breaker.failed()
-    assert breaker.is_open
-    assert breaker.opened == 1
-
-
-def test_a_probe_is_due_after_a_while_and_not_for_all_links_at_once(clock):
-    waits = []
+def test_a_probe_is_due_after_a_while_and_not_for_all_links_at_once():
+    clock, waits = FakeClock(), []
     for _ in range(50):
-        breaker = Breaker(first_s=1.0, clock=clock)
-        open_it(breaker)
+        breaker = Breaker(failures=1, first_s=1.0, clock=clock)
+        breaker.failed()
         waits.append(breaker.seconds_to_probe())
-    assert all(0.75 <= wait <= 1.25 for wait in waits)
     assert max(waits) - min(waits) > 0.1
-    clock.now += 2.0
+    assert breaker.open_s == 0.0
+    clock.passes(2.0)
     assert breaker.seconds_to_probe() == 0.0
-
-
-def test_every_failed_probe_waits_longer_up_to_a_limit(breaker, clock):
-    open_it(breaker)
-    for wanted in (2.0, 4.0, 8.0, 8.0, 8.0):
-        clock.now += breaker.seconds_to_probe()
-        assert not breaker.failed()
-        assert 0.75 * wanted <= breaker.seconds_to_probe() <= 1.25 * wanted
-    assert breaker.opened == 1
-
-
-def test_after_a_probe_one_failure_opens_it_again_and_waits_longer(breaker):
-    open_it(breaker)
-    for wanted in (2.0, 4.0, 8.0, 8.0):
-        breaker.probed()
-        assert not breaker.is_open
-        assert breaker.failed()
-        assert 0.75 * wanted <= breaker.seconds_to_probe() <= 1.25 * wanted
-
-
-def test_after_a_success_everything_is_as_at_first(breaker):
-    open_it(breaker)
     breaker.failed()
     breaker.probed()
-    breaker.succeeded()
-    open_it(breaker)
-    assert breaker.seconds_to_probe() <= 1.25
-    assert breaker.opened == 2
-
-
-@given(st.lists(st.sampled_from(["failed", "succeeded", "probed"]), max_size=60))
-def test_whatever_happens_it_never_takes_more_than_the_limit_to_open(steps):
-    breaker, in_a_row = Breaker(clock=FakeClock()), 0
-    for step in steps:
-        was_open = breaker.is_open
-        getattr(breaker, step)()
-        in_a_row = in_a_row + 1 if step == "failed" else 0
-        if in_a_row >= FAILURES:
-            assert breaker.is_open
-        if step != "failed":
-            assert not breaker.is_open
-        elif was_open:
-            assert breaker.is_open
-        assert (breaker.seconds_to_probe() is not None) == breaker.is_open
+    breaker.failed()
+    assert breaker.open_s == 2.0, "probations do not start it again"
 
 
 def test_threads_that_fail_at_once_open_it_once():
-    breaker = Breaker(failures=20)
-    opened = []
+    breaker, opened = Breaker(failures=20), []
 
     def fail():
-        for _ in range(50):
-            opened.append(breaker.failed())
+        opened.extend(breaker.failed() for _ in range(50))
 
     threads = [threading.Thread(target=fail) for _ in range(8)]
     for thread in threads:

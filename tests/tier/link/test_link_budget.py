@@ -10,46 +10,27 @@ from link_harness import BUDGET, blob_of, hold_the_put_thread, linked
 from waiting import SAFETY_S
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
-from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link import link as link_module
 
 
-def test_puts_beyond_the_budget_are_shed_the_last_ones_first(link, client):
+def test_the_last_puts_are_shed_first_and_all_before_a_get(link, client):
     hold_the_put_thread(link, client)
     assert link.put([blob_of(number, 300) for number in range(5)]) == 3
-    assert link.held_bytes == 901
     assert link.put([blob_of(9, 2000)]) == 0
-    assert link.counters["puts_shed"] == 3
-    client.gate.set()
-    assert link.flush(SAFETY_S)
-    assert [blob.key[-1] for blob in client.stored[1:]] == [0, 1, 2]
-    assert link.held_bytes == 0
-
-
-def test_puts_are_shed_before_gets_and_the_newest_first(link, client):
-    hold_the_put_thread(link, client)
-    assert link.put([blob_of(number, 300) for number in range(3)]) == 3
+    assert (link.held_bytes, link.counters["puts_shed"]) == (901, 3)
+    for too_much in (1000, 1 << 60):
+        assert not link.claim(too_much), "what is under way stays"
+    assert link.counters["puts_shed"] == 3, "what could not fit anyway sheds nothing"
     assert link.claim(600)
-    assert link.counters["puts_shed"] == 2
-    assert link.held_bytes == 901
-    assert not link.claim(400), "what is under way stays"
-    assert link.counters["gets_refused"] == 1
+    assert (link.held_bytes, link.counters["puts_shed"]) == (901, 5)
+    assert not link.claim(400)
+    assert link.counters["gets_refused"] == 3
     assert link.put([blob_of(9, 300)]) == 0
     client.gate.set()
     assert link.flush(SAFETY_S)
     assert [blob.key[-1] for blob in client.stored[1:]] == [0]
     link.release(600)
     assert link.held_bytes == 0
-
-
-def test_a_get_that_could_not_fit_anyway_sheds_nothing(link, client):
-    hold_the_put_thread(link, client)
-    assert link.put([blob_of(1, 300)]) == 1
-    assert not link.claim(1000)
-    assert not link.claim(1 << 60)
-    client.gate.set()
-    assert link.flush(SAFETY_S)
-    assert link.counters["puts_shed"] == 0
-    assert len(client.stored) == 2
 
 
 def test_shedding_the_last_put_that_waits_ends_a_flush(link, client):
@@ -96,8 +77,9 @@ def test_whatever_happens_no_more_is_held_than_the_budget_and_all_of_it_comes_ba
         assert link.held_bytes == sum(claimed)
 
 
-def test_more_fetches_than_may_wait_are_refused_at_once():
-    with linked(waiting_fetches=2) as (link, _):
+def test_more_fetches_than_may_wait_are_refused_at_once(monkeypatch):
+    monkeypatch.setattr(link_module, "WAITING_FETCHES", 2)
+    with linked() as (link, _):
         began, go_on = threading.Event(), threading.Event()
         running = link.submit(lambda _: (began.set(), go_on.wait(SAFETY_S)))
         assert began.wait(SAFETY_S)
@@ -110,22 +92,3 @@ def test_more_fetches_than_may_wait_are_refused_at_once():
         assert link.flush(SAFETY_S)
         assert running.done
         assert [fetch.result for fetch in waiting] == ["done", "done"]
-
-
-def test_counters_are_exact_however_many_threads_count():
-    with linked(breaker=Breaker(failures=1 << 30)) as (link, client):
-        client.fails, link._calls.connected = TierExhaustedError("full"), True
-
-        def scheduler(first: int) -> None:
-            for number in range(first, first + 200):
-                link.put([blob_of(number, 1)])
-                link.claim(1 << 30)
-
-        threads = [threading.Thread(target=scheduler, args=[1000 * i]) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert link.flush(SAFETY_S)
-        assert link.counters["gets_refused"] == 800
-        assert link.counters["put_TierExhaustedError"] + link.counters["puts_shed"] == 800

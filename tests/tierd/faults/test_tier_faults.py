@@ -1,165 +1,227 @@
 """Faults under load: nothing raises, no wrong byte lands, and every link recovers by itself.
 
-The links of fleet.py are under load while something is wrong. Every fault hits at least HITS of
-their operations.
+The load are links, each as an engine has one, which put and get all the time. What is counted as
+hit by a fault is one operation (a put or a get) that asked the tier and failed for it; what the
+breaker refused without asking comes on top and does not count. Every fault hits at least HITS.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import functools
-import itertools
 import random
-from pathlib import Path
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
-from fleet import BLOBS, HITS, LINKS, TIMEOUT_S, blob_of, fleet
-from live_tier import in_process, live_tier
-from tcp_proxy import tcp_proxy
+from live_tier import LAYOUT, fetch, in_process, key_of, live_tier, payload_of
 from waiting import SAFETY_S, wait_for
 
-from kvtier.tier.client import Landing
+from benchmarks.tier.faults.processes import free_address
+from benchmarks.tier.faults.proxies import Resetting
+from kvtier.tier.client import Blob, TierClient
+from kvtier.tier.link.breaker import Breaker
+from kvtier.tier.link.link import TierLink
+from kvtier.tier.link.queues import Fetch
 from kvtier_tierd.stores.disk import medium as disk_medium
 from kvtier_tierd.stores.disk.store import DiskOptions
 
+HITS = 100
+LINKS = 8
+TIMEOUT_S = 0.15
+TRUTH = {number: payload_of(number, 500 + 811 * number) for number in range(48)}
 # Blobs that land between two faults.
 SOME = 40
 
 
-def test_the_load_does_what_it_says(tmp_path, memory_directory):
-    flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
-    with live_tier(tmp_path, *flags) as tier, fleet(tier.address, timeout_s=SAFETY_S) as engines:
-        engines.load(100)
-        engines.settle()
-        assert engines.failed == 0
-        assert [engine.client.shares_memory for engine in engines.engines] == [True, False] * 4
+def blob_of(number: int) -> Blob:
+    return Blob(key_of(number), LAYOUT, [TRUTH[number]])
 
 
-def test_kill_minus_nine(tmp_path, memory_directory):
-    """The service is killed in the middle of everything, and started again on the same port."""
+class Engine:
+    """One link under load. wrong: what landed and was not what was put."""
+
+    def __init__(self, address: str, seed: int, *, timeout_s: float) -> None:
+        self.client = TierClient(address, timeout_s=timeout_s, shared=seed % 2 == 0)
+        breaker = Breaker(first_s=0.05, longest_s=0.2)
+        self.link = TierLink(self.client, buffer_bytes=1 << 20, breaker=breaker)
+        self.chance = random.Random(seed)
+        self.wrong: list[int] = []
+        self.landed = 0
+        self._fetches: list[Fetch[None]] = []
+
+    def step(self) -> None:
+        """A few puts and a get, unless more than enough are under way."""
+        if self.link.pending > 12:
+            return
+        numbers = self.chance.sample(list(TRUTH), 6)
+        blobs = [blob_of(number) for number in numbers[:2]]
+        self.link.put(blobs, replace=self.chance.random() < 0.2)
+        self._get(numbers)
+
+    def _get(self, numbers: list[int]) -> Fetch[None]:
+        def get(client: TierClient) -> None:
+            _, landed = fetch(client, [key_of(number) for number in numbers])
+            self.landed += len(landed)
+            self.wrong += [numbers[at] for at in landed if landed[at] != TRUTH[numbers[at]]]
+
+        self._fetches.append(self.link.submit(get))
+        return self._fetches[-1]
+
+    @property
+    def failed(self) -> int:
+        """Operations that asked the tier and failed for it."""
+        counted = dict(self.link.counters).items()
+        return sum(number for name, number in counted if name.startswith(("put_Tier", "get_Tier")))
+
+    def waits(self) -> bool:
+        """Return whether a get is still under way."""
+        return not all(fetch.done for fetch in self._fetches)
+
+    def works(self) -> bool:
+        """Return whether a put and a get go through."""
+        self.link.put([blob_of(0)], replace=True)
+        self._get([0]).wait(SAFETY_S)
+        before = self.landed
+        return self._get([0]).wait(SAFETY_S) and self.landed > before
+
+    def settle(self) -> None:
+        """The fault is over: everything has to be as if it had never been, without a restart."""
+        wait_for(lambda: self.link.healthy and self.works())
+        assert self.link.flush(SAFETY_S)
+        assert not self.waits()
+        assert self.link.held_bytes == self.link.pending == 0
+        assert self.wrong == []
+        assert not [name for name in self.link.counters if name.endswith("_bugs")]
+
+
+class Fleet:
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+
+    def load_until(self, fact: Callable[[], bool]) -> None:
+        """Steady load until this is true."""
+
+        def loaded() -> bool:
+            for engine in self.engines:
+                engine.step()
+            return fact()
+
+        wait_for(loaded, lambda: f"{self.failed} failed: {self.counters}", poll_s=0.001)
+
+    def load(self, landed: int = SOME) -> None:
+        """Steady load until so many more blobs have landed."""
+        wanted = self.landed + landed
+        self.load_until(lambda: self.landed >= wanted)
+
+    @property
+    def landed(self) -> int:
+        return sum(engine.landed for engine in self.engines)
+
+    @property
+    def failed(self) -> int:
+        return sum(engine.failed for engine in self.engines)
+
+    @property
+    def counters(self) -> Counter[str]:
+        return sum((Counter(engine.link.counters) for engine in self.engines), Counter())
+
+    def settle(self) -> None:
+        for engine in self.engines:
+            engine.settle()
+
+
+@contextmanager
+def fleet(address: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[Fleet]:
+    """LINKS engines; half of them share memory."""
+    engines = [Engine(address, seed, timeout_s=timeout_s) for seed in range(LINKS)]
+    try:
+        yield Fleet(engines)
+    finally:
+        for engine in engines:
+            engine.link.close()
+
+
+@contextmanager
+def resetting(target: str) -> Iterator[tuple[Resetting, str]]:
+    """A proxy that resets the connections through it while it is `active`, and its address."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="proxy")
+    thread.start()
+    address = free_address()
+    proxy = Resetting(address, target, seed=1)
+    try:
+        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(SAFETY_S)
+        yield proxy, address
+        asyncio.run_coroutine_threadsafe(proxy.stop(), loop).result(SAFETY_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SAFETY_S)
+        loop.close()
+
+
+@pytest.mark.parametrize("fault", ["kill -9", "SIGSTOP"])
+def test_a_service_that_is_killed_or_hangs(tmp_path, memory_directory, fault):
+    """It is killed in the middle of everything and started again on the same port; or connections
+    stay and no answer comes, and when it comes it is too late."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
-        kills = 0
-        while engines.failed < HITS:
-            engines.load(SOME)
-            before = engines.failed
-            tier.kill()
-            kills += 1
-            engines.load_until_failed(before + LINKS)
-            tier.start()
-            engines.settle()
-        assert kills >= 5
-        assert engines.counters["refused_while_open"] > 0
-
-
-def test_a_stopped_service(tmp_path, memory_directory):
-    """SIGSTOP: connections stay and no answer comes. Every call ends all the same."""
-    flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
-    with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
-        while engines.failed < HITS:
-            engines.load(SOME)
-            before = engines.failed
-            tier.pause()
-            engines.load_until_failed(before + LINKS)
-            # After three failures no link asks any more.
-            engines.load_until(engines.all_open)
+        began, ended = {
+            "kill -9": (tier.kill, tier.start),
+            "SIGSTOP": (tier.pause, tier.resume),
+        }[fault]
+        faults = 0
+        while engines.failed < HITS or faults < 5:
+            engines.load()
+            enough = engines.failed + LINKS
+            began()
+            engines.load_until(lambda enough=enough: engines.failed >= enough)
+            # After three failures no link asks any more, and every call has ended.
+            engines.load_until(lambda: not any(e.link.healthy for e in engines.engines))
             wait_for(lambda: not any(engine.waits() for engine in engines.engines))
-            tier.resume()
+            ended()
+            faults += 1
             engines.settle()
-
-
-def test_flipped_bits_in_the_memory_of_the_service(memory_directory):
-    """The bits are in 1 % of the blobs (and at least one) again and again, wherever they are."""
-    chance = random.Random(0)
-    everything = list(range(BLOBS))
-    with in_process(shared_directory=memory_directory) as tier:
-        with fleet(tier.address, timeout_s=SAFETY_S) as engines:
-            engines.engines[0].link.put([blob_of(number) for number in everything])
-            assert engines.engines[0].link.flush(SAFETY_S)
-            for turn in itertools.cycle(engines.engines):
-                if engines.outcomes[Landing.CORRUPT] >= HITS:
-                    break
-                flip(tier, chance, max(1, BLOBS // 100))
-                corrupt = engines.outcomes[Landing.CORRUPT]
-                fetch = turn.link.submit(functools.partial(turn.get, numbers=everything))
-                assert fetch.wait(SAFETY_S)
-                assert engines.outcomes[Landing.CORRUPT] > corrupt
-                turn.link.put([blob_of(number) for number in turn.lost])
-                assert turn.link.flush(SAFETY_S)
-            engines.settle()
-            assert engines.failed == 0
-            assert tier.store.quarantined == engines.outcomes[Landing.CORRUPT]
-            assert engines.outcomes[Landing.LANDED] > 10 * HITS
-        assert tier.problems() == []
-
-
-def flip(tier, chance: random.Random, blobs: int) -> None:
-    """Flip one bit in the payloads of so many stored blobs."""
-
-    def places() -> list[int]:
-        stored = list(tier.store._blobs.values())
-        return [
-            one.offset + chance.randrange(one.info.num_bytes)
-            for one in chance.sample(stored, blobs)
-        ]
-
-    with open(tier.server.service.shared.path, "r+b") as file:
-        for place in tier.call(places):
-            file.seek(place)
-            (byte,) = file.read(1)
-            file.seek(place)
-            file.write(bytes([byte ^ 1 << chance.randrange(8)]))
+        assert engines.counters["refused_while_open"] > 0
 
 
 def test_connections_that_are_reset(tmp_path, memory_directory):
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with (
         live_tier(tmp_path, *flags) as tier,
-        tcp_proxy(tier.address) as proxy,
-        fleet(proxy.address) as engines,
+        resetting(tier.address) as (proxy, address),
+        fleet(address) as engines,
     ):
         while engines.failed < HITS:
-            engines.load(SOME)
-            proxy.reset()
-        engines.settle()
-
-
-def test_a_network_that_is_slower_than_any_deadline(tmp_path):
-    """A tier that is not there, until it is fast again."""
-    with (
-        live_tier(tmp_path, "--memory", "4m") as tier,
-        tcp_proxy(tier.address) as proxy,
-        fleet(proxy.address, shared=False) as engines,
-    ):
-        while engines.failed < HITS:
-            engines.load(SOME)
-            before = engines.failed
-            proxy.delay_s = 2 * TIMEOUT_S
-            engines.load_until_failed(before + LINKS)
-            proxy.delay_s = 0.0
+            engines.load()
+            enough, proxy.active = engines.failed + LINKS, True
+            engines.load_until(lambda enough=enough: engines.failed >= enough)
+            proxy.active = False
             engines.settle()
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])
-def test_a_disk_that_is_full_or_broken(tmp_path: Path, monkeypatch, fault):
+def test_a_disk_that_is_full_or_broken(directory, monkeypatch, fault):
     """The blobs that are there are still got; a full disk is no reason to give up on the tier,
     either."""
-    options = {"store": DiskOptions(tmp_path / "disk", 64 << 20)}
-    write_all = disk_medium._write_all
 
     def fail(*_: object) -> None:
         raise OSError(fault, "as told")
 
-    with in_process(**options) as tier, fleet(tier.address, timeout_s=SAFETY_S) as engines:
-        engines.load(SOME)
+    store = DiskOptions(directory, 64 << 20)
+    with in_process(store=store) as tier, fleet(tier.address, timeout_s=SAFETY_S) as engines:
+        engines.load()
         engines.settle()
-        landed = engines.outcomes[Landing.LANDED]
-        monkeypatch.setattr(disk_medium, "_write_all", fail)
-        engines.load_until_failed(HITS)
-        assert engines.outcomes[Landing.LANDED] > landed
-        if fault == errno.ENOSPC:
-            assert engines.all_closed()
-            assert engines.counters["put_TierExhaustedError"] >= HITS
-        monkeypatch.setattr(disk_medium, "_write_all", write_all)
+        assert engines.failed == 0, "the load alone does nothing wrong"
+        landed = engines.landed
+        with monkeypatch.context() as broken:
+            broken.setattr(disk_medium, "_write_all", fail)
+            engines.load_until(lambda: engines.failed >= HITS)
+            assert engines.landed > landed
+            if fault == errno.ENOSPC:
+                assert all(engine.link.healthy for engine in engines.engines)
+                assert engines.counters["put_TierExhaustedError"] >= HITS
         engines.settle()
         assert tier.call(tier.store.check_integrity) == []

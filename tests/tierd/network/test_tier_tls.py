@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import DAY, Authority, Pair, encrypted, serial
+from certificates import DAY, Authority, encrypted, serial
 from live_tier import InProcessTier, blob_of, fetch, in_process, key_of, payload_of
 from waiting import SAFETY_S
 
@@ -46,16 +46,19 @@ class Tls:
         with in_process(**files | options) as tier:
             yield tier
 
-    def files(self, common_name: str | None = "ada", **how) -> TlsFiles:
+    def files(self, common_name: str | None = "ada") -> TlsFiles:
         """Return the certificates and the key that a client has."""
-        pair = self.authority.issue(common_name, **how)
-        return TlsFiles(self.authority.pem, pair.certificate, pair.key)
+        return TlsFiles(self.authority.pem, *self.authority.issue(common_name))
 
     def client(
-        self, tier: InProcessTier, namespace: str = "ada", files: TlsFiles | None = None
+        self,
+        tier: InProcessTier,
+        namespace: str = "ada",
+        files: TlsFiles | TlsPaths | None = None,
+        **options,
     ) -> TierClient:
         tls = files or self.files(namespace)
-        return TierClient(tier.address, namespace, timeout_s=SAFETY_S, tls=tls)
+        return TierClient(tier.address, namespace, timeout_s=SAFETY_S, tls=tls, **options)
 
     def serial_seen(self, tier: InProcessTier) -> int:
         """Return the serial number of the certificate that a new connection is shown."""
@@ -83,16 +86,18 @@ def tls(tmp_path):
 # ---- who is calling
 
 
-def test_the_same_host_shares_memory_over_tls_too(tls, memory_directory):
-    with tls.serving(shared_directory=memory_directory) as tier, tls.client(tier) as client:
-        client.connect()
-        assert client.shares_memory
-        assert client.put(blob_of(1))
-        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_client_of_any_name_gets_what_it_put(tls, memory_directory, shared):
+    serving = tls.serving(shared_directory=memory_directory)
+    with serving as tier, tls.client(tier, "Ædå", shared=shared) as client:
+        assert client.connect().namespace == "Ædå"
+        assert client.shares_memory == shared
+        assert client.put(blob_of(1, 3_000_000))
+        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 3_000_000)}
 
 
 def test_the_namespace_is_the_certificates_whatever_the_client_says(tls):
-    with tls.serving() as tier:
+    with tls.serving(namespaces={"ada": Limits()}) as tier:
         files = tls.files("ada")
         credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
         with grpc.secure_channel(tier.address, credentials) as channel:
@@ -101,29 +106,16 @@ def test_the_namespace_is_the_certificates_whatever_the_client_says(tls):
                 told = [("kvtier-namespace", claim)]
                 info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=told)
                 assert info.namespace == "ada"
-        with tls.client(tier, "bob", files) as client, pytest.raises(TierRefusedError, match="ada"):
-            client.connect()
-
-
-def test_a_name_may_be_in_any_script(tls):
-    with tls.serving() as tier, tls.client(tier, "Ædå") as client:
-        assert client.connect().namespace == "Ædå"
-        assert client.put(blob_of(1, 3_000_000))
-        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1, 3_000_000)}
-
-
-def test_limits_are_by_certificate(tls):
-    with tls.serving(namespaces={"ada": Limits()}) as tier:
-        with tls.client(tier, "ada") as client:
-            client.connect()
-        with tls.client(tier, "bob") as client, pytest.raises(TierRefusedError, match="bob"):
-            client.connect()
-
-
-def test_a_certificate_without_a_name_is_refused(tls):
-    refused = pytest.raises(TierRefusedError, match="common name")
-    with tls.serving() as tier, tls.client(tier, "ada", tls.files(None)) as client, refused:
-        client.connect()
+        for namespace, of, said in (
+            ("bob", files, "'ada', not as 'bob'"),
+            ("bob", tls.files("bob"), "'bob' is not served"),
+            ("ada", tls.files(None), "common name"),
+        ):
+            with (
+                tls.client(tier, namespace, of) as client,
+                pytest.raises(TierRefusedError, match=said),
+            ):
+                client.connect()
 
 
 # ---- who is not let in (kvtier.tier.wire says why these are unavailable)
@@ -131,17 +123,14 @@ def test_a_certificate_without_a_name_is_refused(tls):
 
 @pytest.mark.parametrize("who", ["foreign", "expired", "none", "plaintext"])
 def test_a_client_without_a_good_certificate_finds_the_tier_unavailable(tls, who):
+    by = Authority() if who == "foreign" else tls.authority
+    pair = by.issue("ada", valid=-DAY if who == "expired" else DAY)
+    files = TlsFiles(tls.authority.pem, *((None, None) if who == "none" else pair))
     with tls.serving() as tier:
         if who == "plaintext":
             client = TierClient(tier.address, "ada", timeout_s=SAFETY_S)
-        elif who == "none":
-            client = TierClient(
-                tier.address, "ada", timeout_s=SAFETY_S, tls=TlsFiles(tls.authority.pem, None, None)
-            )
         else:
-            by = Authority() if who == "foreign" else tls.authority
-            pair = by.issue("ada", valid=-DAY if who == "expired" else DAY)
-            client = tls.client(tier, files=TlsFiles(tls.authority.pem, *pair))
+            client = tls.client(tier, files=files)
         with client, pytest.raises(TierUnavailableError):
             client.connect()
         with tls.client(tier) as good:
@@ -151,12 +140,8 @@ def test_a_client_without_a_good_certificate_finds_the_tier_unavailable(tls, who
 @pytest.mark.parametrize("how", ["foreign", "expired", "elsewhere", "plaintext"])
 def test_a_service_without_a_good_certificate_is_unavailable(tls, how):
     by = Authority() if how == "foreign" else tls.authority
-    server = by.issue(
-        "server",
-        valid=-timedelta(hours=1) if how == "expired" else DAY,
-        host="127.0.0.2" if how == "elsewhere" else "127.0.0.1",
-    )
-    tls.renew(*server)
+    valid = -timedelta(hours=1) if how == "expired" else DAY
+    tls.renew(*by.issue("server", valid=valid, host=f"127.0.0.{2 if how == 'elsewhere' else 1}"))
     serving = in_process() if how == "plaintext" else tls.serving()
     with serving as tier, tls.client(tier) as client, pytest.raises(TierUnavailableError):
         client.connect()
@@ -165,7 +150,7 @@ def test_a_service_without_a_good_certificate_is_unavailable(tls, how):
 # ---- renewing
 
 
-def test_a_renewed_certificate_is_used_for_new_connections_and_old_ones_go_on(tls, caplog):
+def test_what_is_renewed_is_used_for_new_connections_and_old_ones_go_on(tls, caplog):
     caplog.set_level("INFO")
     with tls.serving() as tier, tls.client(tier) as open_before:
         open_before.connect()
@@ -173,36 +158,10 @@ def test_a_renewed_certificate_is_used_for_new_connections_and_old_ones_go_on(tl
         assert tls.serial_seen(tier) == serial(tls.server.certificate)
         renewed = tls.authority.issue("server")
         tls.renew(*renewed)
-        assert tls.serial_seen(tier) == serial(renewed.certificate)
-        assert tls.serial_seen(tier) == serial(renewed.certificate)
-        with tls.client(tier) as new:
-            new.connect()
-            assert fetch(new, [key_of(1)])[1] == {0: payload_of(1)}
-        assert open_before.exists([key_of(1)]).leading_run == 1
-        assert caplog.text.count("certificates reloaded") == 1
-
-
-@pytest.mark.parametrize("what", ["garbage", "missing", "another key", "wants password"])
-def test_a_broken_new_file_keeps_the_old_one_until_it_is_mended(tls, what, caplog):
-    with tls.serving() as tier:
-        broken = tls.authority.issue("server")
-        if what == "garbage":
-            tls.renew(certificate=b"-----BEGIN CERTIFICATE-----\nnonsense")
-        elif what == "missing":
-            tls.key.unlink()
-        elif what == "another key":
-            tls.renew(certificate=broken.certificate)
-        else:
-            tls.renew(broken.certificate, encrypted(broken.key))
         for _ in range(2):
-            assert tls.serial_seen(tier) == serial(tls.server.certificate)
-        assert "new certificates are not used" in caplog.text
-        tls.renew(*broken)
-        assert tls.serial_seen(tier) == serial(broken.certificate)
-
-
-def test_a_new_client_authority_is_trusted_without_a_restart(tls):
-    with tls.serving() as tier:
+            assert tls.serial_seen(tier) == serial(renewed.certificate)
+        assert caplog.text.count("certificates reloaded") == 1
+        # An authority of clients, too.
         second = Authority()
         files = TlsFiles(tls.authority.pem, *second.issue("ada"))
         with tls.client(tier, files=files) as client, pytest.raises(TierUnavailableError):
@@ -210,31 +169,35 @@ def test_a_new_client_authority_is_trusted_without_a_restart(tls):
         tls.ca.write_bytes(tls.authority.pem + second.pem)
         with tls.client(tier, files=files) as client:
             client.connect()
+            assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
+        assert open_before.exists([key_of(1)]).leading_run == 1
 
 
-@pytest.mark.parametrize("what", ["another key", "no authority"])
-def test_files_that_make_no_sense_are_refused_at_the_start(tls, what):
-    if what == "another key":
-        tls.key.write_bytes(tls.authority.issue("server").key)
-    else:
-        tls.ca.write_text("nonsense")
-    with pytest.raises(UsageError, match="--certificate"), tls.serving():
-        pass
-
-
-# ---- a client that renews
-
-
-def written(tls: Tls, pair: Pair) -> TlsPaths:
-    return TlsPaths(tls.ca, *pair.write(tls.folder, "client"))
+def test_a_broken_new_file_keeps_the_old_one_until_it_is_mended(tls, caplog):
+    used = tls.server
+    with tls.serving() as tier:
+        for what in ("garbage", "missing", "another key", "wants password"):
+            caplog.clear()
+            broken = tls.authority.issue("server")
+            if what == "garbage":
+                tls.renew(certificate=b"-----BEGIN CERTIFICATE-----\nnonsense")
+            elif what == "missing":
+                tls.key.unlink()
+            elif what == "another key":
+                tls.renew(certificate=broken.certificate)
+            else:
+                tls.renew(broken.certificate, encrypted(broken.key))
+            for _ in range(2):
+                assert tls.serial_seen(tier) == serial(used.certificate), what
+            assert "new certificates are not used" in caplog.text
+            tls.renew(*broken)
+            assert tls.serial_seen(tier) == serial(broken.certificate), what
+            used = broken
 
 
 def test_a_client_uses_a_renewed_certificate_for_its_next_connection(tls):
-    paths = written(tls, tls.authority.issue("ada", valid=-DAY))
-    with (
-        tls.serving() as tier,
-        TierClient(tier.address, "ada", timeout_s=SAFETY_S, tls=paths) as client,
-    ):
+    paths = TlsPaths(tls.ca, *tls.authority.issue("ada", valid=-DAY).write(tls.folder, "client"))
+    with tls.serving() as tier, tls.client(tier, files=paths) as client:
         with pytest.raises(TierUnavailableError):
             client.connect()
         renewed = tls.authority.issue("ada")
@@ -247,8 +210,14 @@ def test_a_client_uses_a_renewed_certificate_for_its_next_connection(tls):
         assert client.put(blob_of(1))
 
 
-def test_files_of_a_client_that_do_not_belong_together_are_refused_at_once(tls):
-    paths = written(tls, tls.authority.issue("ada"))
-    replaced(paths.key, tls.authority.issue("ada").key)
+def test_files_that_do_not_belong_together_are_refused_at_the_start(tls):
+    right = tls.key.read_bytes()
+    tls.key.write_bytes(tls.authority.issue("server").key)
+    with pytest.raises(UsageError, match="--certificate"), tls.serving():
+        pass
     with pytest.raises(UsageError, match=r"^tier.certificate: expected"):
-        TierClient("127.0.0.1:1", "ada", tls=paths, timeout_s=SAFETY_S)
+        TierClient("127.0.0.1:1", "ada", tls=TlsPaths(tls.ca, tls.certificate, tls.key))
+    tls.key.write_bytes(right)
+    tls.ca.write_text("nonsense")
+    with pytest.raises(UsageError, match="--certificate"), tls.serving():
+        pass

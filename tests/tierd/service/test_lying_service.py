@@ -126,7 +126,11 @@ def extent(**changes):
     return pb.Extent(**right | changes)
 
 
-def test_a_service_of_another_version_or_for_another_namespace_is_refused(liar, client):
+def test_a_service_that_says_nonsense_of_itself_is_refused_or_not_believed(liar, client):
+    for claimed, used in ((0, 4096), ((1 << 32) - 1, 64 << 20)):
+        liar.info["chunk_bytes"] = claimed
+        client.connect()
+        assert client._chunk_bytes == used
     liar.info["protocol_version"] = PROTOCOL_VERSION + 1
     with pytest.raises(TierProtocolError, match="version"):
         client.connect()
@@ -135,109 +139,45 @@ def test_a_service_of_another_version_or_for_another_namespace_is_refused(liar, 
         client.connect()
 
 
-def test_chunk_sizes_that_make_no_sense_are_not_used(liar, client):
-    for claimed, used in ((0, 4096), (1, 4096), ((1 << 32) - 1, 64 << 20)):
-        liar.info["chunk_bytes"] = claimed
-        client.connect()
-        assert client._chunk_bytes == used
+def exists(run: int, present: bytes) -> tuple[str, pb.ExistsResponse]:
+    return "Exists", pb.ExistsResponse(leading_run=run, present=present)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pb.ExistsResponse(leading_run=0, present=b""),
-        pb.ExistsResponse(leading_run=0, present=b"\0\0"),
-        pb.ExistsResponse(leading_run=9, present=b"\xff"),
-        pb.ExistsResponse(leading_run=2, present=b"\x01"),
-    ],
-)
-def test_an_answer_for_other_keys_or_that_contradicts_itself_is_no_answer(liar, client, answer):
-    liar.answers["Exists"] = answer
-    with pytest.raises(TierProtocolError):
-        client.exists([key_of(number) for number in range(3)])
+def get(*parts: pb.GetResponse) -> tuple[str, tuple[pb.GetResponse, ...]]:
+    return "Get", parts
 
 
-@pytest.mark.parametrize(
-    ("answer", "what"),
-    [
-        ([chunk(PAYLOAD)], "a chunk of nothing"),
-        ([pb.GetResponse()], "was not asked for"),
-        ([header(key=key_of(2)), chunk(PAYLOAD)], "was not asked for"),
-        ([pb.GetResponse(missing=key_of(2))], "was not asked for"),
-        ([header(), chunk(PAYLOAD), header(), chunk(PAYLOAD)], "was not asked for"),
-    ],
-)
-def test_a_stream_of_what_was_not_asked_for_is_an_error(liar, client, answer, what):
-    liar.answers["Get"] = answer
-    with pytest.raises(TierProtocolError, match=what):
-        fetch(client, [key_of(1)])
+def acquire(*extents: pb.Extent) -> tuple[str, pb.AcquireResponse]:
+    return "Acquire", pb.AcquireResponse(extents=extents)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [header()],
-        [header(), chunk(PAYLOAD[:-1])],
-        [header(), chunk(PAYLOAD), chunk(b"x")],
-        [header(), chunk(PAYLOAD[:-1]), chunk(b"xyz")],
-        [header(), chunk(PAYLOAD[:-1] + b"x")],
-        [header(), chunk(payload_of(2))],
-        [header(checksum=b""), chunk(PAYLOAD)],
-        [header(checksum=bytes(16)), chunk(PAYLOAD)],
-        [header(layout=b"\x12\x00"), chunk(PAYLOAD)],
-        [header(num_bytes=9_999), chunk(PAYLOAD[:-1])],
-    ],
-)
-def test_what_is_not_exactly_what_was_stored_is_corrupt_and_reported(liar, client, answer):
-    liar.answers["Get"] = answer
-    assert fetch(client, [key_of(1)]) == ([Landing.CORRUPT], {})
-    assert liar.reported == [key_of(1)]
+def reserve(*extents: pb.Extent) -> tuple[str, pb.ReserveResponse]:
+    return "Reserve", pb.ReserveResponse(extents=extents, expires_ms=10_000)
 
 
-def test_the_right_bytes_land_and_what_the_stream_leaves_out_is_missing(liar, client):
-    liar.answers["Get"] = [header(), chunk(PAYLOAD[:100]), chunk(b""), chunk(PAYLOAD[100:])]
-    outcome, landed = fetch(client, [key_of(1), key_of(2), key_of(3)])
-    assert outcome == [Landing.LANDED, Landing.MISSING, Landing.MISSING]
-    assert landed == {0: PAYLOAD}
-    assert liar.reported == []
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        [extent(key=key_of(2))],
-        [extent(header=header_of(blob_of(2)))],
-        [extent(), extent()],
-        [extent(offset=ROOM - 1)],
-        [extent(offset=(1 << 64) - 1)],
-        [extent(offset=0)],
-    ],
-)
-def test_extents_of_what_was_not_asked_for_or_elsewhere_are_an_error(liar, client, shared, answer):
-    liar.answers["Acquire"] = pb.AcquireResponse(extents=answer)
-    with pytest.raises(TierProtocolError):
-        fetch(client, [key_of(1)])
-
-
-def test_memory_that_holds_something_else_is_corrupt(liar, client, shared):
-    liar.answers["Acquire"] = pb.AcquireResponse(extents=[extent()])
-    assert fetch(client, [key_of(1)]) == ([Landing.CORRUPT], {})
-    assert liar.reported == [key_of(1)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ([extent(), extent()], TierProtocolError),
-        ([extent(offset=ROOM - 1)], TierProtocolError),
-        ([extent(offset=0)], TierProtocolError),
-    ],
-)
-def test_room_that_makes_no_sense_is_not_written_to(liar, client, shared, answer, error):
+@pytest.mark.parametrize(("method", "answer"), [
+    exists(0, b""), exists(0, b"\0\0"), exists(9, b"\xff"), exists(2, b"\x01"),
+    get(chunk(PAYLOAD)), get(header(key=key_of(2)), chunk(PAYLOAD)),
+    get(pb.GetResponse(missing=key_of(2))),
+    get(header(), chunk(PAYLOAD), header(), chunk(PAYLOAD)),
+    acquire(extent(key=key_of(2))), acquire(extent(header=header_of(blob_of(2)))),
+    acquire(extent(), extent()), acquire(extent(offset=ROOM - 1)),
+    acquire(extent(offset=(1 << 64) - 1)), acquire(extent(offset=0)),
+    reserve(extent(), extent()), reserve(extent(offset=ROOM - 1)), reserve(extent(offset=0)),
+])  # fmt: skip
+def test_an_answer_that_was_not_asked_for_or_contradicts_itself_is_an_error(
+    liar, client, shared, method, answer
+):
     before = shared.read_bytes()
-    liar.answers["Reserve"] = pb.ReserveResponse(extents=answer, expires_ms=10_000)
-    with pytest.raises(error):
-        client.put(blob_of(1))
+    liar.answers[method] = answer
+    calls = {
+        "Exists": lambda: client.exists([key_of(number) for number in range(3)]),
+        "Reserve": lambda: client.put(blob_of(1)),
+    }
+    if method == "Get":
+        client._shared = None
+    with pytest.raises(TierProtocolError):
+        calls.get(method, lambda: fetch(client, [key_of(1)]))()
     assert shared.read_bytes() == before
 
 
@@ -249,10 +189,31 @@ def test_a_lease_that_is_over_before_it_began_is_not_used(liar, client, shared):
     assert shared.read_bytes() == before
 
 
+def test_memory_that_holds_something_else_is_corrupt(liar, client, shared):
+    liar.answers["Acquire"] = pb.AcquireResponse(extents=[extent()])
+    assert fetch(client, [key_of(1)]) == ([Landing.CORRUPT], {})
+    assert liar.reported == [key_of(1)]
+
+
+@pytest.mark.parametrize("answer", [
+    [header(), chunk(PAYLOAD[:-1])],
+    [header(), chunk(PAYLOAD), chunk(b"x")],
+    [header(), chunk(PAYLOAD[:-1] + b"x")],
+    [header(checksum=b""), chunk(PAYLOAD)],
+    [header(layout=b"\x12\x00"), chunk(PAYLOAD)],
+    [header(num_bytes=9_999), chunk(PAYLOAD[:-1])],
+])  # fmt: skip
+def test_what_is_not_exactly_what_was_stored_is_corrupt_and_reported(liar, client, answer):
+    liar.answers["Get"] = answer
+    assert fetch(client, [key_of(1)]) == ([Landing.CORRUPT], {})
+    assert liar.reported == [key_of(1)]
+
+
 PARTS = st.one_of(
     st.builds(
-        lambda number, size: header(key=key_of(number), num_bytes=size),
+        lambda number, size, changes: header(key=key_of(number), num_bytes=size, **changes),
         st.integers(1, 3), st.sampled_from([0, 1, 10_000, 1 << 20]),
+        st.sampled_from([{}, {}, {"checksum": bytes(16)}, {"layout": b"\x12\x00"}]),
     ),
     st.sampled_from([PAYLOAD, b"", PAYLOAD[:50]]).map(chunk),
     st.integers(1, 3).map(lambda number: pb.GetResponse(missing=key_of(number))),
@@ -273,6 +234,14 @@ def test_whatever_a_service_streams_wrong_bytes_never_land(both, parts):
     assert all(payload == PAYLOAD and position == 0 for position, payload in landed.items())
 
 
+def test_the_right_bytes_land_and_what_the_stream_leaves_out_is_missing(liar, client):
+    liar.answers["Get"] = [header(), chunk(PAYLOAD[:100]), chunk(b""), chunk(PAYLOAD[100:])]
+    outcome, landed = fetch(client, [key_of(1), key_of(2), key_of(3)])
+    assert outcome == [Landing.LANDED, Landing.MISSING, Landing.MISSING]
+    assert landed == {0: PAYLOAD}
+    assert liar.reported == []
+
+
 class Failed(grpc.RpcError):
     def __init__(self, code: grpc.StatusCode) -> None:
         self._code = code
@@ -284,21 +253,15 @@ class Failed(grpc.RpcError):
         return "details"
 
 
-@pytest.mark.parametrize("code", list(grpc.StatusCode))
-def test_every_status_is_an_error_of_ours_that_says_who_and_why(code):
-    error = error_of(Failed(code), "there:1")
-    assert isinstance(error, TierError)
-    assert str(error) == f"tier there:1: {code.name.lower()}: details"
-
-
-@pytest.mark.parametrize("kind", TierError.__subclasses__())
-def test_every_tier_error_is_itself_again_on_the_other_side(kind):
-    assert type(error_of(Failed(code_of(kind("x"))), "there:1")) is kind
-
-
-def test_bad_input_is_a_protocol_error_on_the_other_side():
-    code = code_of(UsageError("keys", "32 bytes each", "31"))
-    assert type(error_of(Failed(code), "there:1")) is TierProtocolError
+def test_every_status_is_an_error_of_ours_that_says_who_and_why_and_ours_are_themselves_again():
+    for code in grpc.StatusCode:
+        error = error_of(Failed(code), "there:1")
+        assert isinstance(error, TierError)
+        assert str(error) == f"tier there:1: {code.name.lower()}: details"
+    for kind in TierError.__subclasses__():
+        assert type(error_of(Failed(code_of(kind("x"))), "there:1")) is kind
+    bad_input = code_of(UsageError("keys", "32 bytes each", "31"))
+    assert type(error_of(Failed(bad_input), "there:1")) is TierProtocolError
 
 
 @pytest.mark.parametrize("namespace", ["", "ü", "a\nb"])

@@ -1,71 +1,55 @@
-"""The same host: one file that service and clients map, and a stream for what is not in it."""
+"""The same host: one file that service and clients map, and a stream for what is not in it. Calls
+that are interrupted leave nothing held."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import threading
 
 import pytest
-from live_tier import LAYOUT, blob_of, connected, fetch, in_process, key_of, live_tier, payload_of
-from waiting import wait_for
+from live_tier import (
+    LAYOUT,
+    blob_of,
+    connected,
+    fetch,
+    header_of,
+    in_process,
+    key_of,
+    payload_of,
+    stalled_put,
+)
+from waiting import SAFETY_S, wait_for
 
-from kvtier.errors import TierUnavailableError
+from kvtier.errors import TierUnavailableError, UsageError
 from kvtier.tier.client import Blob, Landing
 from kvtier.tier.transport.shared_memory import SharedMemory
+from kvtier.v1 import tier_pb2 as pb
+from kvtier_tierd.stores.layered import LayeredOptions
+
+MIB = 1 << 20
 
 
-def test_a_flipped_byte_in_the_file_is_corrupt_then_quarantined_then_missing(tier, client):
-    for number in range(4):
-        client.put(blob_of(number))
-    before = client.stats().used_bytes
-    with open(tier.server.service.shared.path, "r+b") as file:
-        damaged = file.read().index(payload_of(2)) + 5000
-        file.seek(damaged)
-        file.write(bytes([payload_of(2)[5000] ^ 1]))
-    outcome, landed = fetch(client, [key_of(number) for number in range(4)])
-    assert [one.name for one in outcome] == ["LANDED", "LANDED", "CORRUPT", "LANDED"]
-    assert landed == {number: payload_of(number) for number in (0, 1, 3)}
-    assert client.stats().quarantined == 1
-    assert client.exists([key_of(2)]).leading_run == 0
-    assert fetch(client, [key_of(2)])[0] == [Landing.MISSING]
-    assert client.stats().used_bytes == before * 3 // 4
-    assert client.put(blob_of(2))
-    assert fetch(client, [key_of(2)])[1] == {0: payload_of(2)}
-
-
-def test_a_client_that_has_mapped_the_memory_of_an_earlier_service_writes_nothing(tmp_path):
-    """It finds out at its next call, connects again, and goes on."""
-    directory = tmp_path / "shm"
-    directory.mkdir()
-    flags = ("--shared-memory", str(directory), "--memory", "1m")
-    with live_tier(tmp_path, *flags) as tier, connected(tier) as client:
-        assert client.put(blob_of(1))
-        (old,) = directory.iterdir()
-        tier.kill()
-        tier.start()
-        (new,) = directory.iterdir()
-        assert new != old, "the file of the killed one is gone"
-        wait_for(lambda: _answers(client))
-        blank = new.read_bytes()[4096:]
-        with pytest.raises(TierUnavailableError, match="connect again"):
-            client.put(blob_of(2))
-        with pytest.raises(TierUnavailableError, match="connect again"):
-            fetch(client, [key_of(1)])
-        assert new.read_bytes()[4096:] == blank
-        client.connect()
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_flipped_bit_in_the_memory_is_corrupt_then_quarantined_then_missing(tier, shared):
+    with connected(tier, shared=shared) as client:
+        for number in range(4):
+            client.put(blob_of(number))
+        before = client.stats().used_bytes
+        with open(tier.store.shared.path, "r+b") as file:
+            file.seek(file.read().index(payload_of(2)) + 5000)
+            file.write(bytes([payload_of(2)[5000] ^ 1]))
+        keys = [key_of(number) for number in range(4)]
+        outcome, landed = fetch(client, keys)
+        assert [one.name for one in outcome] == ["LANDED", "LANDED", "CORRUPT", "LANDED"]
+        assert landed == {number: payload_of(number) for number in (0, 1, 3)}
+        assert client.stats().quarantined == 1
+        assert client.exists(keys).present == [True, True, False, True]
+        assert fetch(client, [key_of(2)])[0] == [Landing.MISSING]
+        assert client.stats().used_bytes == before * 3 // 4
         assert client.put(blob_of(2))
-        assert fetch(client, [key_of(1), key_of(2)])[1] == {1: payload_of(2)}
-        assert tier.terminate() == 0
-        assert list(directory.iterdir()) == []
-
-
-def _answers(client):
-    try:
-        client.stats()
-    except TierUnavailableError:
-        return False
-    return True
+        assert fetch(client, [key_of(2)])[1] == {0: payload_of(2)}
 
 
 def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, tmp_path):
@@ -74,51 +58,59 @@ def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, 
     def opened(path, num_bytes=4096, token=token):
         return SharedMemory.open(str(path), num_bytes, token)
 
-    real = memory_directory / "kvtier-tier-1"
-    real.write_bytes(token + bytes(4080))
-    assert opened(real) is not None
-    assert opened(real, token=bytes(16)) is None
-    assert opened(real, token=b"") is None
-    assert opened(real, num_bytes=8192) is None
-    assert opened(real, num_bytes=1 << 63) is None
-    assert opened(f"{real}\0") is None
-    assert opened(memory_directory / "kvtier-tier-2") is None
-    private = tmp_path / "private"
-    private.write_bytes(token + bytes(4080))
-    assert opened(private) is None, "a service may name any path"
-    link = memory_directory / "kvtier-tier-link"
+    real, private = memory_directory / "kvtier-tier-1", tmp_path / "private"
+    for path in (real, private):
+        path.write_bytes(token + bytes(4080))
+    link, pipe = memory_directory / "kvtier-tier-link", memory_directory / "kvtier-tier-pipe"
     link.symlink_to(private)
-    assert opened(link) is None
-    pipe = memory_directory / "kvtier-tier-pipe"
     os.mkfifo(pipe)
-    assert opened(pipe, num_bytes=0) is None
+    assert opened(real) is not None
+    for other in (
+        opened(real, token=bytes(16)),
+        opened(real, token=b""),
+        opened(real, num_bytes=8192),
+        opened(real, num_bytes=1 << 63),
+        opened(f"{real}\0"),
+        opened(memory_directory / "kvtier-tier-2"),
+        # A service may name any path.
+        opened(private),
+        opened(link),
+        opened(pipe, num_bytes=0),
+    ):
+        assert other is None
 
 
-def test_a_client_elsewhere_streams(memory_directory):
-    with in_process(shared_directory=memory_directory) as tier:
-        os.rename(tier.server.service.shared.path, memory_directory / "elsewhere")
-        with connected(tier) as client:
-            assert not client.shares_memory
-            assert client.put(blob_of(1))
-            assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
+def test_a_client_elsewhere_streams(tier, memory_directory):
+    os.rename(tier.store.shared.path, memory_directory / "elsewhere")
+    with connected(tier) as client:
+        assert not client.shares_memory
+        assert client.put(blob_of(1))
+        assert fetch(client, [key_of(1)])[1] == {0: payload_of(1)}
 
 
-def test_what_is_not_in_shared_memory_comes_by_the_stream(tier, client, monkeypatch):
-    """The blobs come as from a disk behind a memory that has no room."""
-    for number in range(4):
-        client.put(blob_of(number))
-    real_open = tier.store.open
-
-    async def open_elsewhere(name):
-        handle = await real_open(name)
-        if handle is not None and name.key in (key_of(1), key_of(3)):
-            handle.offset = None
-        return handle
-
-    monkeypatch.setattr(tier.store, "open", open_elsewhere)
-    outcome, landed = fetch(client, [key_of(number) for number in range(5)])
-    assert outcome == [Landing.LANDED] * 4 + [Landing.MISSING]
-    assert landed == {number: payload_of(number) for number in range(4)}
+def test_what_memory_has_no_room_for_comes_by_the_stream(directory, memory_directory):
+    """The blobs are on the disk behind a memory that is full of what is being read."""
+    store = LayeredOptions(disk_path=directory, memory_bytes=64 << 10)
+    with (
+        in_process(store=store, shared_directory=memory_directory) as tier,
+        connected(tier) as client,
+    ):
+        for number in range(12):
+            client.put(blob_of(number))
+            tier.run(tier.store.settle())
+        assert fetch(client, [key_of(number) for number in range(13)])[1] == {
+            number: payload_of(number) for number in range(12)
+        }
+        streamed, shared = (
+            tier.server.metrics.registry.get_sample_value(
+                "kvtier_tier_blobs_moved_total",
+                {"direction": "get", "namespace": "default", "path": path},
+            )
+            for path in ("stream", "shared")
+        )
+        assert streamed >= 6
+        assert streamed + shared == 12
+        assert tier.call(tier.store.check_integrity) == []
 
 
 def test_reconnecting_while_others_copy_disturbs_none_of_them(tier):
@@ -167,3 +159,96 @@ def inheritable() -> set[str]:
             if os.get_inheritable(int(fd)):
                 names.add(os.readlink(f"/proc/self/fd/{fd}"))
     return names
+
+
+# ---- calls that are cancelled, fail or are cut off in the middle: nothing stays held
+
+
+def test_a_put_that_is_cancelled_anywhere_leaves_nothing_held(tier, stub):
+    for chunks in range(4):
+        with stalled_put(stub, 1, 4 * MIB, chunks * MIB) as (call, _):
+            wait_for(lambda: tier.transfers() == 1)
+            wait_for(lambda sent=chunks * MIB: tier.server.budget.used_bytes == sent)
+            call.cancel()
+            wait_for(lambda: tier.problems() == [])
+    assert stub.Exists(pb.ExistsRequest(keys=[key_of(1)])).leading_run == 0
+
+
+def test_a_get_that_is_cancelled_anywhere_leaves_nothing_held(tier, client, stub):
+    client.put(blob_of(1, 4 * MIB))
+    for responses in range(6):
+        call = stub.Get(pb.GetRequest(keys=[key_of(1)] * 20))
+        for _ in range(responses):
+            next(call)
+        wait_for(lambda: any(e.pins for e in tier.store.account.entries.values()))
+        call.cancel()
+        wait_for(lambda: tier.problems() == [])
+
+
+def test_an_acquire_that_is_cancelled_leaves_nothing_leased(tier, client, stub, token, monkeypatch):
+    keys = [key_of(number) for number in range(4)]
+    for number in range(4):
+        client.put(blob_of(number))
+    real, reached = tier.store.open, threading.Event()
+
+    async def slow(name):
+        if name.key == keys[3]:
+            reached.set()
+            await asyncio.Event().wait()
+        return await real(name)
+
+    monkeypatch.setattr(tier.store, "open", slow)
+    call = stub.Acquire.future(pb.AcquireRequest(keys=keys, shared_token=token))
+    assert reached.wait(SAFETY_S)
+    call.cancel()
+    wait_for(lambda: tier.problems() == [])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_get_whose_caller_fails_leaves_nothing_held(tier, shared):
+    """The same goes for a buffer of another size, which is refused by name."""
+
+    def fail(offer):
+        if offer.position == 1:
+            raise ZeroDivisionError("a bug")
+        return memoryview(bytearray(offer.num_bytes))
+
+    with connected(tier, shared=shared) as client:
+        for number in range(3):
+            client.put(blob_of(number))
+        with pytest.raises(ZeroDivisionError):
+            client.get([key_of(number) for number in range(3)], fail, MIB)
+        for size in (9_999, 10_001):
+            with pytest.raises(UsageError, match="land: expected a buffer of 10000 bytes"):
+                client.get([key_of(1)], lambda _, size=size: memoryview(bytearray(size)), MIB)
+    wait_for(lambda: tier.problems() == [])
+
+
+def test_calls_cut_off_by_closing_the_client_end_at_once(tier):
+    go_on, errors = threading.Event(), []
+
+    def stuck():
+        yield pb.PutRequest(header=header_of(blob_of(1)))
+        go_on.wait(SAFETY_S)
+
+    with connected(tier, shared=False) as client:
+
+        def put():
+            try:
+                client._call(client._stub.Put, stuck(), client.deadline(10_000))
+            except TierUnavailableError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=put)
+        thread.start()
+        wait_for(lambda: tier.transfers() == 1)
+        client.close()
+        thread.join(SAFETY_S)
+        assert not thread.is_alive()
+        go_on.set()
+        assert len(errors) == 1
+        for call in (client.connect, client.stats, lambda: fetch(client, [key_of(1)])):
+            with pytest.raises(TierUnavailableError):
+                call()
+        client.close()
+    wait_for(lambda: tier.problems() == [])

@@ -45,12 +45,11 @@ from kvtier_tierd.stores.base import (
     Handle,
     StoreResources,
     StoreStats,
-    check_blob,
 )
 from kvtier_tierd.stores.disk.index import Row
 from kvtier_tierd.stores.disk.medium import DiskMedium, Payload, cost, new_file
 from kvtier_tierd.stores.disk.writer import GroupWriter
-from kvtier_tierd.stores.lru import LruAccount
+from kvtier_tierd.stores.lru import Entry, LruAccount
 from kvtier_tierd.stores.options import DIRECTORY, SIZE, Flag, StoreOptions
 
 READERS = 4
@@ -73,19 +72,15 @@ class DiskOptions(StoreOptions):
 
 @dataclass
 class Blob:
-    """A blob that is served, or no longer and waiting for its readers. pins: how many.
+    """A blob that is served, or no longer and waiting for its readers, whom its entry counts.
 
     reading: the payload that they share, from the first to the last of them.
     """
 
     name: BlobName
     row: Row
-    pins: int = 0
+    entry: Entry
     reading: asyncio.Future[Buffer | None] | None = None
-
-    @property
-    def cost(self) -> int:
-        return cost(self.row.info)
 
 
 class DiskStore(BlobStore):
@@ -136,8 +131,7 @@ class DiskStore(BlobStore):
         for name, row in rows.items():
             self._clock = row.used
             if name in fitting:
-                self._blobs[name] = Blob(name, row)
-                self.account.add(name, cost(row.info))
+                self._blobs[name] = Blob(name, row, self.account.add(name, cost(row.info)))
             else:
                 self._writer.changed[name] = None
                 self._writer.doomed.append(row.file)
@@ -156,9 +150,6 @@ class DiskStore(BlobStore):
         return [name in self._blobs for name in names]
 
     def check(self, name: BlobName, info: BlobInfo) -> None:
-        """Check a blob as the interface says. Raises UsageError for what does not fit the index."""
-        # Here, because one row that cannot be written would fail the whole group it is in.
-        check_blob(name, info)
         self.account.check(name.namespace, cost(info))
 
     async def reserve(self, name: BlobName, info: BlobInfo) -> Draft:
@@ -231,9 +222,7 @@ class DiskStore(BlobStore):
         """Return problems as the interface says; blocks, and means nothing while a caller waits for
         a write."""
         problems = self.account.check_integrity()
-        counted = {name: (blob.cost, blob.pins) for name, blob in self._blobs.items()}
-        entries = self.account.entries.items()
-        if counted != {name: (entry.num_bytes, entry.pins) for name, entry in entries}:
+        if {name: blob.entry for name, blob in self._blobs.items()} != self.account.entries:
             problems.append("blobs and their account differ")
         rows = {name: blob.row for name, blob in self._blobs.items()}
         files = {row.file for row in rows.values()} | self._leaving
@@ -245,8 +234,7 @@ class DiskStore(BlobStore):
             self.budget.take(blob.name.namespace, blob.row.info.num_bytes)
             loop = asyncio.get_running_loop()
             blob.reading = loop.run_in_executor(self._readers, self._medium.read, blob.row)
-        self.account.entries[blob.name].pins += 1
-        blob.pins += 1
+        blob.entry.pins += 1
         return blob.reading
 
     def _let_go(self, blob: Blob) -> None:
@@ -269,13 +257,12 @@ class DiskStore(BlobStore):
 
     def _unpin(self, blob: Blob) -> None:
         """A handle of `blob` closed."""
-        blob.pins -= 1
-        if blob.pins == 0:
-            self._let_go(blob)
-        if self._blobs.get(blob.name) is blob:
-            self.account.entries[blob.name].pins -= 1
-        elif blob.pins == 0:
-            self.account.release(blob.name.namespace, blob.cost)
+        blob.entry.pins -= 1
+        if blob.entry.pins:
+            return
+        self._let_go(blob)
+        if self._blobs.get(blob.name) is not blob:
+            self.account.release(blob.name.namespace, blob.entry.num_bytes)
             self._leaving.remove(blob.row.file)
             self._writer.doomed.append(blob.row.file)
 
@@ -284,8 +271,8 @@ class DiskStore(BlobStore):
         del self._blobs[blob.name]
         self.account.remove(blob.name, evicted=evicted)
         self._writer.changed[blob.name] = None
-        if blob.pins:
-            self.account.reserve(blob.name.namespace, blob.cost)
+        if blob.entry.pins:
+            self.account.reserve(blob.name.namespace, blob.entry.num_bytes)
             self._leaving.add(blob.row.file)
         else:
             self._writer.doomed.append(blob.row.file)
@@ -310,8 +297,7 @@ class DiskStore(BlobStore):
         if error is None:
             if name in self._blobs:
                 self._forget(self._blobs[name])
-            self._blobs[name] = Blob(name, row)
-            self.account.add(name, cost(row.info))
+            self._blobs[name] = Blob(name, row, self.account.add(name, cost(row.info)))
             # The row has just been written; what was noted about the name is older.
             self._writer.changed.pop(name, None)
         return False

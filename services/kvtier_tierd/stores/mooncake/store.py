@@ -60,7 +60,6 @@ from kvtier_tierd.stores.base import (
     Handle,
     StoreResources,
     StoreStats,
-    check_blob,
 )
 from kvtier_tierd.stores.lru import LruAccount
 from kvtier_tierd.stores.mooncake.link import (
@@ -167,7 +166,6 @@ class MooncakeStore(BlobStore):
         ]
 
     def check(self, name: BlobName, info: BlobInfo) -> None:
-        check_blob(name, info)
         self._link.check()
         self.account.check(name.namespace, object_bytes(info))
 

@@ -35,14 +35,19 @@ def failing(call: Callable[..., Any], number: int, times: int = 1 << 30) -> Call
     return fails
 
 
-async def test_a_sector_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
+async def test_a_payload_that_cannot_be_read_costs_one_blob(directory, monkeypatch):
+    """Its file is gone, cut short, or on a sector that is broken."""
     async with opened(directory) as store:
         await put_some(store)
+        missing, short, *_ = payload_files(directory)
+        missing.unlink()
+        os.truncate(short, 5)
+        (left, last) = await read_some(store)
         with monkeypatch.context() as broken:
             broken.setattr("builtins.open", failing(open, errno.EIO))
-            assert await store.open(blob_name(0)) is None
-        assert await read_some(store) == [1, 2, 3]
-        assert store.stats().quarantined == 1
+            assert await store.open(blob_name(left)) is None
+        assert await read_some(store) == [last]
+        assert (store.stats().quarantined, store.stats().blobs) == (3, 1)
 
 
 async def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypatch):
@@ -55,14 +60,21 @@ async def test_no_more_open_files_is_not_the_fault_of_a_blob(directory, monkeypa
         assert await read_some(store) == [0, 1, 2, 3]
 
 
-async def test_a_full_disk_evicts_and_tries_again(directory, monkeypatch):
+async def test_a_full_disk_evicts_and_tries_again_and_gives_up_in_the_end(directory, monkeypatch):
     async with opened(directory) as store:
-        await put_some(store)
+        await put_some(store, 8)
         with monkeypatch.context() as full:
             full.setattr(os, "write", failing(os.write, errno.ENOSPC, times=1))
-            await put(store, blob_name(4), payload_of(4))
-        assert await read_some(store, 5) == [1, 2, 3, 4]
+            await put(store, blob_name(8), payload_of(8))
+        assert await read_some(store, 9) == [1, 2, 3, 4, 5, 6, 7, 8]
         assert store.stats().evictions == 1
+        with monkeypatch.context() as full:
+            full.setattr(os, "write", failing(os.write, errno.EDQUOT))
+            with pytest.raises(TierExhaustedError, match=f"{directory}: the disk is full"):
+                await put(store, blob_name(9), payload_of(9))
+        assert await read_some(store, 10) == [3, 4, 5, 6, 7, 8]
+        # The draft's room is back: the whole capacity can be filled.
+        await put(store, blob_name(9), payload_of(9, ROOM - 4 * 4096))
 
 
 @pytest.fixture
@@ -101,18 +113,6 @@ def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free
     index.close()
 
 
-async def test_a_disk_that_stays_full_is_no_room_and_leaves_the_rest(directory, monkeypatch):
-    async with opened(directory) as store:
-        await put_some(store, 8)
-        with monkeypatch.context() as full:
-            full.setattr(os, "write", failing(os.write, errno.EDQUOT))
-            with pytest.raises(TierExhaustedError, match=f"{directory}: the disk is full"):
-                await put(store, blob_name(8), payload_of(8))
-        assert await read_some(store, 9) == [2, 3, 4, 5, 6, 7]
-        # The draft's room is back: the whole capacity can be filled.
-        await put(store, blob_name(9), payload_of(9, ROOM - 4 * 4096))
-
-
 @pytest.mark.parametrize(
     ("call", "number"), [("open", errno.EROFS), ("write", errno.EIO), ("fdatasync", errno.EIO)]
 )
@@ -134,41 +134,31 @@ async def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
     await store.close()
 
 
-def test_an_index_that_cannot_be_written_loses_nothing(directory, monkeypatch):
+def test_what_does_not_reach_the_index_is_said_and_loses_nothing_else(directory, monkeypatch):
     def fail(row: disk_index.Row) -> None:
         raise lmdb.DiskError("no", errno.EIO)
 
     async def scenario(store: DiskStore) -> None:
-        await put_some(store)
+        await put_some(store, 5)
         await store.delete(blob_name(0))
         with monkeypatch.context() as broken:
             broken.setattr(disk_index, "_encode", fail)
-            with pytest.raises(TierUnavailableError, match=str(directory)):
-                await put(store, blob_name(4), payload_of(4))
-            with pytest.raises(TierUnavailableError, match=str(directory)):
-                await put(store, blob_name(1), payload_of("new"))
-        assert await read_some(store, 5) == [1, 2, 3]
-        await put(store, blob_name(4), payload_of(4))
-
-    play(directory, scenario)
-    assert play(directory, read_some, ROOM) == [1, 2, 3]
-
-
-def test_a_quarantine_that_does_not_reach_the_disk_says_so_and_holds(directory, monkeypatch):
-    async def scenario(store: DiskStore) -> None:
-        await put_some(store)
+            for number in (1, 5):
+                with pytest.raises(TierUnavailableError, match=str(directory)):
+                    await put(store, blob_name(number), payload_of("new"))
         with monkeypatch.context() as broken:
             broken.setattr(Path, "unlink", failing(Path.unlink, errno.EROFS))
             with pytest.raises(TierUnavailableError, match=str(directory)):
-                await store.quarantine(blob_name(0))
-        assert await read_some(store) == [1, 2, 3]
+                await store.quarantine(blob_name(2))
+        assert await read_some(store, 6) == [1, 3, 4], "a quarantine holds all the same"
         assert store.stats().quarantined == 1
+        await put(store, blob_name(5), payload_of(5))
 
     play(directory, scenario)
-    assert play(directory, read_some) == [1, 2, 3]
+    assert play(directory, lambda store: read_some(store, 6)) == [1, 3, 4, 5]
 
 
-def test_a_directory_belongs_to_one_service_at_a_time(directory):
+def test_a_directory_is_its_owners_and_belongs_to_one_service_at_a_time(directory):
     async def scenario(store: DiskStore) -> None:
         second = DiskStore(directory, ROOM)
         with pytest.raises(TierUnavailableError, match=f"{directory}: another service"):
@@ -178,7 +168,11 @@ def test_a_directory_belongs_to_one_service_at_a_time(directory):
         assert await read_some(store) == [0, 1, 2, 3]
 
     play(directory, scenario)
-    play(directory, read_some)
+    assert play(directory, read_some) == [0, 1, 2, 3]
+    for path in (directory, directory / "index", directory / "payload"):
+        assert path.stat().st_mode & 0o777 == 0o700
+    for path in (directory / "lock", directory / "index" / "data.mdb", *payload_files(directory)):
+        assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("path", ["{tmp}/file", "{tmp}/file/below", "/proc/kvtier"])
@@ -189,11 +183,3 @@ async def test_a_place_that_cannot_be_one_is_named(tmp_path, path):
     with pytest.raises(TierUnavailableError, match=str(directory)):
         await store.start()
     await store.close()
-
-
-def test_only_the_owner_may_enter(directory):
-    play(directory, put_some)
-    for path in (directory, directory / "index", directory / "payload"):
-        assert path.stat().st_mode & 0o777 == 0o700
-    for path in (directory / "lock", directory / "index" / "data.mdb", *payload_files(directory)):
-        assert path.stat().st_mode & 0o777 == 0o600

@@ -9,14 +9,12 @@ import random
 import threading
 
 import pytest
-from disk_play import COST, ROOM, opened, payload_files, play, put_some, read_some
-from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put, reserve
+from disk_play import COST, ROOM, opened, payload_files, play, read_some
+from store_blobs import SIZE, blob_name, get, payload_of, put, reserve
 from waiting import SAFETY_S, wait_for_async
 
-from kvtier.errors import TierExhaustedError, UsageError
+from kvtier.errors import TierExhaustedError
 from kvtier_tierd.limits import Budget
-from kvtier_tierd.stores.base import BlobInfo, BlobName
-from kvtier_tierd.stores.disk import index as disk_index
 from kvtier_tierd.stores.disk.medium import DiskMedium
 from kvtier_tierd.stores.disk.store import DiskStore
 
@@ -74,45 +72,6 @@ async def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypa
 
         await asyncio.gather(one(1), one(2), one(3))
         assert store.stats().evictions > 0
-
-
-def test_the_index_has_as_much_room_as_its_rows_need(directory, monkeypatch):
-    monkeypatch.setattr(disk_index, "FIRST_MAP_BYTES", 10 * 4096)
-
-    async def scenario(store: DiskStore) -> None:
-        for number in range(100):
-            name, layout = blob_name(number), payload_of(number, 3000)
-            draft = await store.reserve(name, info_of(payload_of(number), layout))
-            draft.buffer[:] = payload_of(number)
-            await store.commit(draft)
-
-    play(directory, scenario, 2 * ROOM)
-    assert play(directory, read_100, 2 * ROOM) == 100
-
-
-async def read_100(store: DiskStore) -> int:
-    return len(await held(store, *range(100)))
-
-
-async def test_no_memory_for_a_draft_is_no_room(directory):
-    async with opened(directory, 1 << 63) as store:
-        await put_some(store)
-        with pytest.raises(TierExhaustedError, match="no memory"):
-            await store.reserve(blob_name(9), BlobInfo(1 << 62, b"", b"c" * 16))
-        assert await read_some(store) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("name", "info", "argument"), [
-    (BlobName("n" * 201, b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
-    (BlobName("\ud800", b"k" * 32), BlobInfo(1, b"", b"c" * 16), "namespace"),
-    (BlobName("n", b"k" * 31), BlobInfo(1, b"", b"c" * 16), "key"),
-    (BlobName("n", b"k" * 32), BlobInfo(1, b"l" * 4097, b"c" * 16), "layout"),
-    (BlobName("n", b"k" * 32), BlobInfo(1, b"", b"c" * 15), "checksum"),
-])  # fmt: skip
-async def test_what_no_row_can_hold_is_refused_by_name(directory, name, info, argument):
-    async with opened(directory) as store:
-        with pytest.raises(UsageError, match=f"^{argument}: expected"):
-            await store.reserve(name, info)
 
 
 async def test_readers_that_go_before_the_payload_is_there_give_its_memory_back(tmp_path):
