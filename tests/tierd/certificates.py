@@ -41,11 +41,13 @@ class Authority:
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = f"authority {x509.random_serial_number()}"
+        self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
         self._certificate = (
             self._builder(self._name, self._key, DAY)
             .add_extension(x509.BasicConstraints(True, None), True)
             .add_extension(usage, True)
+            .add_extension(self._identifier, False)
             .sign(self._key, hashes.SHA256())
         )
         self.pem = self._certificate.public_bytes(PEM)
@@ -65,9 +67,12 @@ class Authority:
         """A certificate for a client or, at `host`, a server; one that ended for valid < 0."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+        # Python 3.13 trusts no certificate that does not say which key signed it.
+        signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)
         certificate = (
             self._builder(common_name, key, valid)
             .add_extension(names, False)
+            .add_extension(signer, False)
             .sign(self._key, hashes.SHA256())
         )
         secret = key.private_bytes(
