@@ -71,7 +71,7 @@ def scorer(request, weights) -> TokenScorer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 def test_every_token_gets_a_number(scorer, tokens, dtype):
     chunk = make_chunk(tokens, dtype=dtype)
     span = make_span(scorer, chunk)
