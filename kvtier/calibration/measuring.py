@@ -29,8 +29,7 @@ from kvtier.calibration.documents import (
 from kvtier.calibration.kept_shares import (
     ANSWER_FLOOR_NATS,
     RETENTIONS,
-    AdaptiveBudgets,
-    EqualBudgets,
+    Budgets,
     measure_curve,
 )
 from kvtier.calibration.keys import policy_digest
@@ -39,7 +38,6 @@ from kvtier.config import Settings
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.model.loading import load_model
-from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import HeadProfile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.samples.plan import check_lengths, users_plan
@@ -134,12 +132,10 @@ def calibrate_curve(
     progress("loading the model", 0, 1)
     model = load_model(model_path)
     progress("loading the model", 1, 1)
-    stride = settings.nll_stride
     kv_dtype = None if dtype is None else getattr(torch, dtype)
+    anchored = None if scorer.comparable else profile
     measurements = measure_curve(
-        AdaptiveBudgets(model, rule, scorer, stride, kv_dtype)
-        if scorer.comparable
-        else EqualBudgets(HeadProbe(model, rule), profile, scorer, stride, kv_dtype),
+        Budgets(model, rule, scorer, anchored, settings.nll_stride, kv_dtype),
         samples,
         retentions=retentions,
         floor_nats=floor_nats,

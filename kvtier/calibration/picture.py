@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.calibration.curves import Curve, Measurement
-from kvtier.errors import UsageError
 
 NAMES = ("low", "mid", "high")
 POINTS = 101
@@ -20,7 +19,7 @@ def draw_curve(
     """Write the picture as PNG; needs matplotlib, no display.
 
     Contexts are cut into thirds by NLL: per third the mean measured quality at every retention, and
-    the curve at the third's mean NLL. Raises UsageError without measurements.
+    the curve at the third's mean NLL.
     """
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,8 +53,6 @@ def draw_curve(
 
 def by_nll(measurements: Sequence[Measurement]) -> list[tuple[str, list[Measurement]]]:
     """Measurements in thirds by the NLL of their context, low first; with two contexts, in two."""
-    if not measurements:
-        raise UsageError("measurements", "at least one", 0)
     nll_of = {measurement.context: measurement.nll for measurement in measurements}
     order = sorted(nll_of, key=lambda context: (nll_of[context], context))
     parts = np.array_split(np.array(order), min(len(NAMES), len(order)))

@@ -18,10 +18,10 @@ from kvtier.heads.methods import METHODS, Target
 from kvtier.heads.model import loading
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
+from kvtier.heads.probes.reconstruction import CHUNK_TOKENS
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.heads.reference.compaction import AdaptiveSession, CompactingSession
 from kvtier.heads.reference.session import ReferenceSession
-from kvtier.memory.collecting import prefix_kv
 
 DEMO = Path(__file__).parents[2] / "models" / "kvtier-demo"
 # Nats by which bfloat16 changes what these tiny models say.
@@ -56,8 +56,7 @@ def test_sessions_in_bfloat16_say_what_they_say_in_float32() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_heads_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(calibrate, "load_model", in_bfloat16)
-    out = tmp_path / "profile.json"
-    target = Target(share=0.5)
+    out, target = tmp_path / "profile.json", Target(share=0.5)
     calibrate.calibrate_heads(
         str(DEMO), method, out, target=target, lengths=[512], samples=1, rule=RULE
     )
@@ -67,22 +66,20 @@ def test_heads_are_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, m
 def test_tokens_and_curves_are_calibrated_past_the_first_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    class InChunks(tokens.WatchedSession):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            self.chunk_tokens = 256
+
     for module in (tokens, curves):
         monkeypatch.setattr(module, "load_model", in_bfloat16)
-    monkeypatch.setattr(tokens, "JUDGED_CONTEXTS", 1)
-    fit = tokens.fit_tokens(str(DEMO), contexts=1, lengths=[2100])
-    assert fit.tokens == 2100
+    monkeypatch.setattr(tokens, "WatchedSession", InChunks)
+    fit = tokens.fit_tokens(str(DEMO), contexts=1, lengths=[600])
+    assert fit.tokens == 600 > CHUNK_TOKENS
     profile = full_profile(model_shape(read_config(str(DEMO))))
     settings = load_settings(quality=0.9)
     curve = curves.calibrate_curve(str(DEMO), profile, settings, lengths=[512], contexts=2)
     assert curve.document.dtype == "bfloat16"
-
-
-def test_a_prefix_is_encoded_past_the_first_chunk() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
-    (k, v), *_ = prefix_kv(model, make_ids(400))
-    assert k.shape == v.shape == (2, 400, 16)
-    assert k.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("room", [1.5, 0.5], ids=["in its own dtype", "a layer at a time"])

@@ -1,8 +1,8 @@
-"""The probe: equal to plain transformers; with heads dropped, to the reference implementation."""
+"""The probe: equal to plain transformers; with heads dropped, to the reference implementation. With
+gates at 0 and 1 it is its own masks; in between, their gradient is the loss's slope."""
 
 from __future__ import annotations
 
-import math
 from itertools import product
 from typing import Any
 
@@ -12,8 +12,10 @@ from tiny_llama import LAYERS, RULE, SHAPE, brute_force_logits, make_ids, profil
 
 from kvtier.errors import HeadProfileMismatchError, SizeError
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
+from kvtier.heads.probes.gates import gate_gradient
+from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.probes.quality import kept_heads, measure
-from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.heads.profile import ModelShape, full_profile, window_profile
 from kvtier.heads.reference.session import ReferenceSession
 from kvtier.heads.samples.questions import CalibrationSample, Question
 from kvtier.retention.locality import LocalityRule
@@ -26,6 +28,7 @@ QUESTIONS = (
 )
 SAMPLE = CalibrationSample(CONTEXT, QUESTIONS)
 MIXED = profile_of((0,), (), (0, 1))
+BOTH_RULES = pytest.mark.parametrize("compensation", [True, False])
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_with_nothing_dropped_it_is_the_plain_forward(model: Any, batch: ProbeBa
         torch.testing.assert_close(logits[index, : len(rows)], rows, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("compensation", [True, False])
+@BOTH_RULES
 def test_with_heads_dropped_it_is_masked_attention(model: Any, compensation: bool) -> None:
     rule = LocalityRule(5, 7, 3, compensation=compensation)
     batch = HeadProbe(model, rule).prepare(SAMPLE)
@@ -58,7 +61,7 @@ def test_with_heads_dropped_it_is_masked_attention(model: Any, compensation: boo
         torch.testing.assert_close(logits[index, : len(rows)], rows, atol=1e-4, rtol=1e-4)
 
 
-def test_it_answers_as_a_session_would(model: Any) -> None:
+def test_it_answers_as_a_session_would(model: Any, batch: ProbeBatch) -> None:
     """Answers taken from greedy sessions are recalled, and any other answer is not."""
     session = ReferenceSession(model, MIXED, RULE)
     session.turn(CONTEXT, 0)
@@ -74,14 +77,15 @@ def test_it_answers_as_a_session_would(model: Any) -> None:
     quality = probe.prepare(CalibrationSample(CONTEXT, (*right[:2], wrong))).quality(mask)
     assert quality.recall == pytest.approx(2 / 3)
     assert quality.tokens == pytest.approx(11 / 12)
+    # Samples weigh as many questions as they have.
+    single = probe.prepare(CalibrationSample(CONTEXT, QUESTIONS[:1]))
+    a, b = batch.quality(mask), single.quality(mask)
+    assert measure([batch, single], mask).loss == pytest.approx((3 * a.loss + b.loss) / 4)
 
 
-def test_unscored_tokens_do_not_count(batch: ProbeBatch) -> None:
-    scored = (batch.targets != -100).sum(1).tolist()
-    assert scored == [3, 3, 7]
-
-
-def test_remembered_states_change_nothing(model: Any, batch: ProbeBatch) -> None:
+def test_remembered_states_change_nothing_and_are_bounded(
+    model: Any, batch: ProbeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     masks = [
         kept_heads(layers, SHAPE) for layers in product([(), (0,), (1,), (0, 1)], repeat=LAYERS)
     ][::5]
@@ -89,9 +93,6 @@ def test_remembered_states_change_nothing(model: Any, batch: ProbeBatch) -> None
     for mask, quality in zip(reversed(masks), reversed(remembered), strict=True):
         batch.forget()
         assert batch.quality(mask) == pytest.approx(quality)
-
-
-def test_the_memo_is_bounded(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.heads.probes.context.MEMO_BYTES", 20_000)
     small = HeadProbe(model, RULE).prepare(SAMPLE)
     for mask in (small.probe.full(), small.probe.mask(MIXED)):
@@ -123,12 +124,60 @@ def test_mass_is_that_of_eager_attention(model: Any, batch: ProbeBatch) -> None:
         assert got == pytest.approx(wanted, abs=1e-5)
 
 
-def test_measure_weighs_samples_by_their_questions(model: Any, batch: ProbeBatch) -> None:
-    single = batch.probe.prepare(CalibrationSample(CONTEXT, QUESTIONS[:1]))
-    full = batch.probe.full()
-    a, b = batch.quality(full), single.quality(full)
-    assert measure([batch, single], full).loss == pytest.approx((3 * a.loss + b.loss) / 4)
-    assert math.isfinite(a.loss)
+@BOTH_RULES
+@pytest.mark.parametrize(
+    "profile", [full_profile(SHAPE), window_profile(SHAPE), MIXED], ids=["all", "none", "some"]
+)
+def test_open_and_closed_gates_are_the_probes_masks(
+    model: Any, profile: Any, compensation: bool
+) -> None:
+    """The gates read all questions in one row, each as if it were alone."""
+    batch = HeadProbe(model, LocalityRule(5, 7, 3, compensation=compensation)).prepare(SAMPLE)
+    kept = batch.probe.mask(profile)
+    loss, _ = gate_gradient(batch, torch.tensor(kept, dtype=torch.float32))
+    assert loss == pytest.approx(batch.quality(kept).loss, abs=1e-4)
+
+
+def test_the_gradient_is_the_slope_of_the_loss_and_the_model_is_as_it_was(
+    model: Any, batch: ProbeBatch
+) -> None:
+    before = batch.logits(batch.probe.full())
+    gates = torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
+    _, gradient = gate_gradient(batch, gates)
+    step = 1e-2
+    for layer, head in product(range(3), range(2)):
+        ahead, behind = gates.clone(), gates.clone()
+        ahead[layer, head] += step
+        behind[layer, head] -= step
+        slope = (gate_gradient(batch, ahead)[0] - gate_gradient(batch, behind)[0]) / (2 * step)
+        assert float(gradient[layer, head]) == pytest.approx(slope, rel=0.02, abs=2e-3)
+    assert all("forward" not in vars(layer) for layer in model.get_decoder().layers)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    batch.forget()
+    torch.testing.assert_close(batch.logits(batch.probe.full()), before, atol=0, rtol=0)
+
+
+def test_heads_may_hold_different_numbers_of_entries(model: Any, batch: ProbeBatch) -> None:
+    """The queries do not see what a head does not hold, whatever the others of its layer hold."""
+    session = ReferenceSession(model, full_profile(SHAPE), RULE)
+    session.turn(CONTEXT, 0)
+    kv = [session.exact_kv(layer) for layer in range(LAYERS)]
+    kept = torch.ones(LAYERS, SHAPE.num_kv_heads, len(CONTEXT), dtype=torch.bool)
+    held = selected(kv, kept, SHAPE.group_size)
+    assert entries(held, SHAPE.group_size) == kept.numel()
+    exact = batch.quality(batch.probe.full()).loss
+    assert Asker(model, SAMPLE).quality(held).loss == pytest.approx(exact, abs=1e-6)
+    kept = torch.rand(kept.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    kept[0, 0] = False
+    held = selected(kv, kept, SHAPE.group_size)
+    assert entries(held, SHAPE.group_size) == int(kept.sum())
+    found = Asker(model, SAMPLE).quality(held).loss
+    # Dropped keys and values may hold anything.
+    for (k, v), layer in zip(kv, kept, strict=True):
+        for x in (k, v):
+            x[~layer] = 1e3
+    held = selected(kv, kept, SHAPE.group_size)
+    assert Asker(model, SAMPLE).quality(held).loss == pytest.approx(found)
 
 
 def test_errors_name_what_is_wrong(model: Any) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from kvtier.calibration.cli import add_calibrate_parser
-from kvtier.errors import SizeError, UsageError
+from kvtier.cli import main
+from kvtier.errors import SizeError
 from kvtier.heads import tokens
 from kvtier.heads.model.config import model_shape, read_config, weights_revision
-from kvtier.heads.samples.synthetic import CALIBRATION, HELD_OUT
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.token_worth import TokenWorth
@@ -25,12 +22,7 @@ LENGTH = 256
 
 
 def run_cli(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    add_calibrate_parser(parser.add_subparsers())
-    options = parser.parse_args(["calibrate", "tokens", *map(str, arguments)])
-    code = options.handler(options)
-    assert isinstance(code, int)
-    return code
+    return main(["calibrate", "tokens", *map(str, arguments)])
 
 
 def test_the_command_writes_what_the_scorer_reads(
@@ -78,7 +70,6 @@ def test_the_second_moment_of_queries_is_that_of_the_models_own() -> None:
     scaled = tokens._scaled(session.seen)
     mean = scaled.diagonal(dim1=-2, dim2=-1).mean(-1)
     torch.testing.assert_close(mean, torch.ones_like(mean), rtol=1e-3, atol=1e-3)
-    assert torch.equal(scaled, scaled.half().float())
 
 
 def test_it_finds_more_of_the_best_entries_than_chance() -> None:
@@ -89,63 +80,38 @@ def test_it_finds_more_of_the_best_entries_than_chance() -> None:
         assert share + 0.2 < found <= 1
 
 
-def test_each_task_is_fitted_before_one_comes_twice_and_judged_on_other_contexts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Few contexts are fitted of each length, and a kind that none of them is goes unseen."""
-    fitted: list[str] = []
-    judged: list[int] = []
-
-    def make(maker: Any, tasks: Any, count: int, *rest: Any) -> list[Any]:
-        if rest[-1] == CALIBRATION:
-            fitted.extend(tasks[index % len(tasks)] for index in range(count))
-        else:
-            assert rest[-1] == HELD_OUT != CALIBRATION
-            judged.append(count)
-        return make_samples(maker, tasks, count, *rest)
-
-    make_samples = tokens.make_samples
-    monkeypatch.setattr(tokens, "make_samples", make)
-    kinds = ["recall", "near-miss", "few-codes"]
-    fit_tokens(str(DEMO), tasks=kinds, contexts=2, lengths=[128, LENGTH])
-    assert fitted == [*kinds, kinds[0]]
-    assert judged == [tokens.JUDGED_CONTEXTS]
-
-
 @pytest.mark.parametrize(
-    ("options", "error", "match"),
+    ("options", "said"),
     [
-        ({"--contexts": 0}, UsageError, "--contexts"),
-        ({"--seed": -1}, UsageError, "--seed"),
-        ({"--len": "4q"}, UsageError, "--len"),
-        ({"--len": 2}, SizeError, "--len"),
+        ({"--contexts": 0}, "--contexts: "),
+        ({"--seed": -1}, "--seed: "),
+        ({"--len": "4q"}, "--len: "),
+        ({"--len": 2}, "--len: "),
         # Its repetition would lie behind the model's last position.
-        ({"--len": "100k"}, SizeError, "--len: expected at most 69632 tokens"),
-        ({"--model-path": "/nowhere"}, UsageError, "--model-path"),
-        ({"--out": "/nowhere/worth.npz"}, UsageError, "--out"),
-        ({"--out": "."}, UsageError, "--out"),
+        ({"--len": "100k"}, "--len: expected at most 69632 tokens"),
+        ({"--model-path": "/nowhere"}, "--model-path: "),
+        ({"--out": "/nowhere/worth.npz"}, "--out: "),
+        ({"--out": "."}, "--out: "),
         # In the model's folder it would change the model's revision.
-        ({"--out": "worth.safetensors"}, UsageError, "--out: expected another name"),
+        ({"--out": "worth.safetensors"}, "--out: expected another name"),
     ],
 )
 def test_bad_arguments_are_named_before_the_model_loads(
-    options: dict[str, object], error: type[Exception], match: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setattr("kvtier.heads.tokens.load_model", lambda _: pytest.fail("too late"))
     monkeypatch.chdir(tmp_path)
     good: dict[str, object] = {"--model-path": DEMO, "--out": "worth.npz", "--contexts": 1}
     given = [text for option in (good | options).items() for text in option]
-    with pytest.raises(error, match=match):
-        run_cli(*given, "--quiet")
+    assert run_cli(*given, "--quiet") == 2
+    assert f"error: {said}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_length_is_checked_where_the_model_names_its_positions(tmp_path: Path) -> None:
-    config = {"max_position_embeddings": 1000}
     (tmp_path / "tokenizer.json").write_text((DEMO / "tokenizer.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert tokens._lengths(str(tmp_path), [500]) == [500]
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1000}))
     assert tokens._lengths(str(tmp_path), None) == [192, 500]
     with pytest.raises(SizeError, match="at most 500 tokens"):
         tokens._lengths(str(tmp_path), [200, 501])

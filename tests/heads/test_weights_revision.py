@@ -26,53 +26,43 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return times
 
 
-def model(folder: Path) -> Path:
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
     folder.mkdir()
     for name in "ab":
         (folder / f"{name}.safetensors").write_bytes(name.encode() * 1000)
-    return folder
+    return str(folder)
 
 
-def test_weights_are_read_once(tmp_path, read):
-    path = model(tmp_path / "model")
-    first = weights_revision(str(path))
+def test_weights_are_read_once_until_a_file_changes(tmp_path, model, read):
+    first = weights_revision(model)
     assert first is not None
-    assert weights_revision(str(path)) == first
-    (tmp_path / "link").symlink_to(path)
+    assert weights_revision(model) == first
+    (tmp_path / "link").symlink_to(model)
     assert weights_revision(str(tmp_path / "link")) == first
     assert read == [["a.safetensors", "b.safetensors"]]
-
-
-def test_a_changed_file_is_read_again(tmp_path, read):
-    path = model(tmp_path / "model")
-    first = weights_revision(str(path))
-    file = path / "a.safetensors"
+    file = Path(model) / "a.safetensors"
     held = file.stat()
     file.write_bytes(b"c" * 1000)
     os.utime(file, ns=(held.st_atime_ns, held.st_mtime_ns + 1))
-    assert weights_revision(str(path)) != first
-    (path / "b.safetensors").unlink()
-    weights_revision(str(path))
+    assert weights_revision(model) != first
+    file.unlink()
+    weights_revision(model)
     assert len(read) == 3
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": 3, "revision": 1}', "\0"])
-def test_what_is_remembered_may_be_damaged(tmp_path, read, content):
-    path = model(tmp_path / "model")
-    first = weights_revision(str(path))
+@pytest.mark.parametrize("content", ["", "[]", '{"files": 3, "revision": 1}', "\0"])
+def test_what_is_remembered_may_be_damaged(tmp_path, model, read, content):
+    first = weights_revision(model)
     (memory,) = (tmp_path / "cache" / "kvtier" / "weights").iterdir()
     memory.write_text(content)
-    assert weights_revision(str(path)) == first
+    assert weights_revision(model) == first
     assert len(read) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, read):
-    path = model(tmp_path / "model")
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, model, read):
     (tmp_path / "cache").write_text("a file where a folder should be")
-    assert weights_revision(str(path)) == weights_revision(str(path))
+    assert weights_revision(model) == weights_revision(model) is not None
     assert len(read) == 2
-
-
-def test_without_weights_there_is_no_revision(tmp_path, read):
-    assert weights_revision(str(tmp_path)) is None
-    assert read == []
+    assert weights_revision(str(tmp_path)) is None, "without weights there is none"

@@ -13,15 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
-from kvtier.memory import building
 from kvtier.memory.building import (
     GATE_LAYERS,
-    LEAST_KEPT,
     NEVER,
     assemble,
-    best_heads,
-    collected,
-    top_attended,
     with_requeueing,
 )
 from kvtier.memory.collecting import Collected, collect, prefix_kv
@@ -31,7 +26,6 @@ from kvtier.memory.prefixes import (
     KeptPrefix,
     MemoryPrefix,
     NoPrefix,
-    generate_behind,
     logits_behind,
 )
 from kvtier.memory.recipe import Recipe
@@ -111,25 +105,6 @@ def test_keeping_all_of_the_prefix_is_the_prefix(model, kv, made, judged):
     assert not torch.allclose(without, expected, atol=1e-2)
 
 
-def test_tokens_that_are_generated_one_by_one_are_those_of_the_whole(model, kv):
-    prompt = list(traces(1, 6)[0].prompt_ids)
-    answer = generate_behind(model, ExactPrefix(kv), PREFIX_TOKENS, prompt, 5)
-    logits = logits_behind(model, ExactPrefix(kv), PREFIX_TOKENS, [*prompt, *answer[:-1]])
-    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == answer
-
-
-def test_what_a_token_drew_is_the_most_that_any_query_gave_it(model, kv):
-    """The largest of several traces counts, whichever is read first; and never all of a query's
-    attention, which looks at its own request, too."""
-    together = collect(model, kv, traces(8, 2))
-    apart = [collect(model, kv, [trace]) for trace in traces(8, 2)]
-    for at, layer in enumerate(together.layers):
-        one_by_one = torch.stack([one.layers[at].drawn for one in apart])
-        torch.testing.assert_close(layer.drawn, one_by_one.amax(0))
-        assert (layer.drawn > 0).all()
-        assert (layer.drawn < 1).all()
-
-
 def test_chunks_that_do_not_see_each_other_are_another_prefix(model, kv):
     """The first chunk is the same; later ones were computed without it."""
     chunked = prefix_kv(model, PREFIX, chunk_tokens=25)
@@ -162,27 +137,19 @@ def test_an_entry_is_the_average_merge_of_its_members(members, seed):
         torch.testing.assert_close(found_lse[entry].double(), mean, atol=1e-4, rtol=1e-4)
 
 
-def test_entries_that_stand_for_too_few_are_left_out(made):
-    few = make_entries(made.layers[1], made.behind, entries=40, width=8, place_weight=0.1)
-    many = make_entries(
-        made.layers[1], made.behind, entries=40, width=8, place_weight=0.1, least_members=6
+def test_entries_that_stand_for_too_few_are_left_out(kv, made, judged):
+    few, many = (
+        make_entries(
+            made.layers[1], made.behind, entries=40, width=8, place_weight=0.1, least_members=least
+        )
+        for least in (1, 6)
     )
     assert len(few.keys) <= 40
     assert int(few.members.sum()) == len(made.behind)
     assert int(many.members.min()) >= 6
     assert len(many.keys) == int((few.members >= 6).sum()) < len(few.keys)
-
-
-def test_no_entry_that_stands_for_enough_is_an_error(kv, made, judged):
     with pytest.raises(UsageError, match="no-store-queries"):
         assemble(kv, made, judged, replace(EVERYTHING, least_members=1000))
-
-
-def test_the_gate_turns_away_the_share_that_it_was_set_to(model, kv, made, judged):
-    built = assemble(kv, made, judged, replace(EVERYTHING, entries=20, gate=0.25))
-    assert all(-1 < float(layer.nearness) < 1 for layer in built.layers)
-    everything = assemble(kv, made, judged, EVERYTHING)
-    assert with_requeueing(model, everything, traces(9, 3)).requeue_above == 0
 
 
 def test_few_of_the_judging_prompts_are_above_the_limit_as_they_are_served(model, kv, made, judged):
@@ -197,38 +164,21 @@ def test_few_of_the_judging_prompts_are_above_the_limit_as_they_are_served(model
     assert 0 < sorted(shares)[-2] <= built.requeue_above <= max(shares)
     silent = [replace(trace, answer_ids=()) for trace in traces(9, 3)]
     assert with_requeueing(model, built, silent).requeue_above == built.requeue_above
-
-
-def test_a_gate_alone_needs_the_queries_of_its_layers_and_no_states(
-    model, kv, made, judged, monkeypatch
-):
-    """The memory is the same as one of all that can be collected, and says nothing of answers."""
-    monkeypatch.setattr(building, "GATE_LAYERS", 1)
-    gate = replace(EVERYTHING, entries=7, kept_share=0.3, state_heads=0, gate=0.1)
-    less = collected(model, kv, traces(30, 2), traces(9, 3), gate)
-    assert sum(bool(len(layer.q)) for layer in less[0].layers) == 1
-    found, expected = assemble(kv, *less, gate), assemble(kv, made, judged, gate)
-    for mine, other in zip(found.layers, expected.layers, strict=True):
-        for one, another in zip(mine, other, strict=True):
-            torch.testing.assert_close(one, another)
-        assert not mine.o.any()
+    ungated = assemble(kv, made, judged, EVERYTHING)
+    assert with_requeueing(model, ungated, silent).requeue_above == 0
 
 
 def test_the_heads_that_states_serve_best_look_up(kv, made, judged):
+    """A layer of which none does holds no entries."""
     built = assemble(kv, made, judged, replace(EVERYTHING, entries=10, state_heads=0.5))
     looks_up = torch.cat([layer.looks_up for layer in built.layers])
     assert int(looks_up.sum()) == LAYERS * KV_HEADS // 2
     errors = built.head_errors
     assert float(errors.sum()) == pytest.approx(1)
     assert errors[~looks_up].min() >= errors[looks_up].max()
-    assert best_heads(errors, 0.5).equal(looks_up)
-
-
-def test_a_layer_of_which_no_head_looks_up_holds_no_entries(kv, made, judged):
     one_head = replace(EVERYTHING, entries=10, state_heads=0.01)
     built = assemble(kv, made, judged, one_head)
-    assert sum(bool(len(layer.keys)) for layer in built.layers) == 1
-    assert len(built.members) == 1
+    assert sum(bool(len(layer.keys)) for layer in built.layers) == len(built.members) == 1
 
 
 def test_a_gate_alone_is_in_a_few_layers_and_turns_away(model, kv, made, judged):
@@ -243,31 +193,14 @@ def test_a_gate_alone_is_in_a_few_layers_and_turns_away(model, kv, made, judged)
     assert len(memory.fell) == len(layers)
 
 
-def test_kept_tokens_are_those_that_drew_most_of_all_heads():
-    """A head that looks at many tokens keeps more than one that looks at few; each keeps some."""
-    few, many = torch.zeros(2, 20)
-    few[7], many[4:14] = 0.9, 0.5
-    kept = top_attended([torch.stack([few, many])], 14)
-    assert 7 in kept[0][0].tolist()
-    assert len(kept[0][0]) == LEAST_KEPT
-    assert kept[0][1].tolist() == list(range(4, 14))
-    everything = top_attended([torch.stack([few, many])], 99)
-    assert [head.tolist() for head in everything[0]] == [list(range(20))] * 2
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("entries", 0), ("key_width", 0), ("kept_share", -0.1), ("least_members", 0),
-        ("state_heads", 1.5), ("gate", -0.1), ("place_weight", -1.0),
+        ("state_heads", 1.5), ("gate", -0.1), ("place_weight", -1.0), ("kept_share", 0),
     ],
 )  # fmt: skip
 def test_a_recipe_that_makes_no_memory_is_refused(field, value):
     flag = "no-store-queries" if field == "least_members" else field.replace("_", "-")
     with pytest.raises(UsageError, match=f"--{flag}: expected"):
         replace(Recipe(), **{field: value})
-
-
-def test_a_memory_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="--kept-share"):
-        Recipe(kept_share=0)

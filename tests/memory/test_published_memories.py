@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from calibration.redis_server import RedisServer, redis_server
+from memory_samples import write_memory
 from text_models import write_llama
 
 from kvtier.cli import main
@@ -20,11 +20,8 @@ from kvtier.errors import (
     StoreUnavailableError,
 )
 from kvtier.heads.model.config import model_name, weights_revision
-from kvtier.heads.profile import ModelShape
-from kvtier.memory.card import Identity, Row
 from kvtier.memory.published import memory_finder
-from kvtier.memory.storage import CARD, TENSORS, Card, load_card, save
-from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
+from kvtier.memory.storage import CARD, TENSORS, load_card
 
 
 @pytest.fixture(scope="module")
@@ -60,43 +57,6 @@ def kvtier(capsys):
     return run
 
 
-def row(way: str, held: int, lost: float = 0.0) -> Row:
-    return Row(
-        way=way, requests=9, nll_gap=lost, kl=0, right=1, bytes_held=held, bytes_read=held
-    )  # fmt: skip
-
-
-def write_memory(model_path: Path, folder: Path, prefix: list[int], **fields) -> Card:
-    """A memory that keeps one token of the prefix in every head, and has no entries."""
-    identity = Identity.of(str(model_path), "float32", prefix)
-    card = Card(
-        model=identity.model, revision=identity.revision, identity=identity, recipe={"seed": 0},
-        requeue_above=0.4, traces={"making": 9}, least_members=1, positions=9, build_seconds=1.0,
-        target_nats=0.05, refusals=fields.get("refusals", []),
-        rows={"held-out requests": [row("exact", 1000), row("memory", 220, 0.0061)]},
-    )  # fmt: skip
-    layers = [one_token(identity.shape, prefix) for _ in range(identity.shape.num_layers)]
-    return save(folder, card, prefix, layers)
-
-
-def one_token(shape: ModelShape, prefix: list[int]) -> MemoryLayer:
-    heads, group, dim = shape.num_kv_heads, shape.group_size, shape.head_dim
-    return MemoryLayer(
-        projection=torch.zeros(1, 4, heads, group, dim),
-        keys=torch.zeros(0, 4 + PLACE_WIDTH),
-        key_indptr=torch.zeros(2, dtype=torch.int32),
-        place_weight=torch.zeros(1),
-        nearness=torch.zeros(1),
-        prefix_tokens=torch.tensor([len(prefix)], dtype=torch.int32),
-        o=torch.zeros(0, heads, group, dim),
-        lse=torch.zeros(0, heads, group),
-        looks_up=torch.zeros(1, heads, dtype=torch.bool),
-        kept_k=torch.full((heads, dim), float(prefix[0])),
-        kept_v=torch.ones(heads, dim),
-        kept_indptr=torch.arange(heads + 1, dtype=torch.int32),
-    )
-
-
 @pytest.fixture
 def tools(tmp_path, model_path) -> Path:
     write_memory(model_path, tmp_path / "memories" / "tools", [5, 6, 7])
@@ -108,7 +68,7 @@ def find(model_path: Path):
 
 
 def test_what_is_published_is_listed_and_found_by_servers_of_its_model(
-    kvtier, server, tools, model_path
+    kvtier, server, tools, model_path, tmp_path
 ):
     code, out, _ = kvtier("publish", "memories/tools", "--name", "tools")
     key = (
@@ -129,24 +89,16 @@ def test_what_is_published_is_listed_and_found_by_servers_of_its_model(
     assert (place.folder, place.digest, place.name) == (tools, card.digest, "tools")
     assert place.num_bytes == (tools / TENSORS).stat().st_size
     assert place.read().prefix_ids == (5, 6, 7)
-
-
-def test_neither_tensors_nor_texts_nor_tokens_are_stored(kvtier, server, tools):
-    kvtier("publish", tools, "--name", "tools")
-    (key,) = server.admin.keys()
+    # Neither tensors nor texts nor tokens are stored.
     fields = json.loads(server.admin.get(key))
     assert set(fields) == {
         "schema_version", "model", "revision", "created_at", "name", "location", "digest",
         "prefix_digest", "prefix_tokens", "dtype", "requeue_above", "nll_gap", "held_share",
     }  # fmt: skip
     assert (fields["nll_gap"], fields["held_share"]) == (0.0061, 0.22)
-
-
-def test_a_server_of_other_weights_finds_nothing(kvtier, tools, tmp_path):
-    kvtier("publish", tools, "--name", "tools")
     other = write_llama(tmp_path / "others" / "llama")
     (other / "model.safetensors").rename(other / "weights.safetensors")
-    assert find(other) == []
+    assert find(other) == [], "a server of other weights finds nothing"
 
 
 def test_publishing_again_replaces_and_a_prefix_has_one_name(kvtier, tools, model_path):
@@ -171,8 +123,17 @@ def test_a_directory_with_another_memory_than_was_published_is_found_out(kvtier,
         find(model_path)
 
 
-def test_withdrawing_leaves_the_directory(kvtier, tools, model_path):
+def test_withdrawing_leaves_the_directory_and_takes_the_key_of_a_name_that_two_have(
+    kvtier, tools, model_path, tmp_path
+):
+    other = write_llama(tmp_path / "another")
+    write_memory(other, tmp_path / "memories" / "other", [1, 2])
     kvtier("publish", tools, "--name", "tools")
+    kvtier("publish", tmp_path / "memories" / "other", "--name", "tools")
+    code, _, err = kvtier("withdraw", "tools")
+    assert code == 2
+    (key,) = (word for word in err.split() if ":memory:another:" in word)
+    assert main(["calibration", "delete", key.rstrip(",")]) == 0
     code, out, _ = kvtier("withdraw", "tools")
     assert code == 0
     assert ":tools" in out
@@ -183,24 +144,10 @@ def test_withdrawing_leaves_the_directory(kvtier, tools, model_path):
     assert "NAME: expected what is published (see `kvtier memory list`), got 'tools'" in err
 
 
-def test_a_name_that_two_models_have_is_withdrawn_by_its_key(kvtier, tools, tmp_path):
-    other = write_llama(tmp_path / "another")
-    write_memory(other, tmp_path / "memories" / "other", [1, 2])
-    kvtier("publish", tools, "--name", "tools")
-    kvtier("publish", tmp_path / "memories" / "other", "--name", "tools")
-    code, _, err = kvtier("withdraw", "tools")
-    assert code == 2
-    (key,) = (word for word in err.split() if ":memory:another:" in word)
-    assert main(["calibration", "delete", key.rstrip(",")]) == 0
-    assert kvtier("withdraw", "tools")[0] == 0
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (("memories",), "DIR: expected the directory of one prefix memory"),
-        (("nowhere",), "DIR: expected the directory of one prefix memory"),
-        (("memories/tools", "--name", ""), "--name: expected printable text"),
         (("memories/tools", "--name", "a\nb"), "--name: expected printable text"),
         (("memories/tools", "--location", "memories"), "--location: expected an absolute path"),
     ],
@@ -237,7 +184,9 @@ def test_servers_may_see_the_directory_elsewhere(kvtier, tools, model_path, tmp_
     assert find(model_path)[0].read().prefix_ids == (5, 6, 7)
 
 
-def test_what_cannot_be_read_is_listed_as_such_and_ends_a_search(kvtier, server, tools, model_path):
+def test_a_search_ends_by_what_cannot_be_read_and_by_a_store_that_is_away(
+    kvtier, server, tools, model_path, monkeypatch, tmp_path
+):
     kvtier("publish", tools, "--name", "tools")
     (key,) = server.admin.keys()
     server.admin.set(key, "no json")
@@ -246,9 +195,6 @@ def test_what_cannot_be_read_is_listed_as_such_and_ends_a_search(kvtier, server,
     assert "invalid: document" in out
     with pytest.raises(CalibrationDocumentError, match=":tools: document, line 1:"):
         find(model_path)
-
-
-def test_a_store_that_is_away_is_told_from_one_that_has_nothing(monkeypatch, model_path, tmp_path):
     monkeypatch.setenv("KVTIER_REDIS_URL", f"unix://{tmp_path}/nobody")
     with pytest.raises(StoreUnavailableError):
         find(model_path)
@@ -256,9 +202,7 @@ def test_a_store_that_is_away_is_told_from_one_that_has_nothing(monkeypatch, mod
     monkeypatch.delenv("KVTIER_REDIS_URL")
     assert find(model_path) == []
     assert not (tmp_path / "data").exists()
-
-
-def test_a_folder_is_searched_where_one_is_named(monkeypatch, tools, model_path):
+    # A folder is searched where one is named.
     monkeypatch.setenv("KVTIER_MEMORY", str(tools.parent))
     (place,) = find(model_path)
     assert (place.folder, place.name) == (tools, None)

@@ -27,29 +27,23 @@ def net() -> Net:
 
 
 @pytest.fixture(scope="module")
-def best_heads() -> list[tuple[int, int]]:
-    profile = load_profile(FOLDER / "head_profile.json")
-    return [(layer, head) for layer, heads in enumerate(profile.ca_heads) for head in heads]
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     transformers = pytest.importorskip("transformers")
     return transformers.AutoTokenizer.from_pretrained(FOLDER)
 
 
-@pytest.mark.parametrize("context_tokens", [1024, 4096])
-def test_the_full_cache_recalls_and_the_best_heads_nearly_as_well(net, best_heads, context_tokens):
-    probes = [make_probe(net, SEED + index, context_tokens, 20) for index in range(4)]
+def test_the_full_cache_recalls_and_the_best_heads_nearly_as_well(net):
+    profile = load_profile(FOLDER / "head_profile.json")
+    best_heads = [(layer, head) for layer, heads in enumerate(profile.ca_heads) for head in heads]
+    probes = [make_probe(net, SEED + index, 4096, 20) for index in range(4)]
     full = measure(net, probes, all_heads(net)).codes
     best = measure(net, probes, best_heads).codes
     draws = random_heads(net, len(best_heads), draws=6, seed=SEED)
     chance = np.mean([measure(net, probes, heads).codes for heads in draws])
     assert full >= 0.95
     assert best >= 0.98 * full
-    if context_tokens > 2048:  # in a short context the window alone holds many facts
-        assert chance < best - 0.3
-        assert measure(net, probes, []).codes < 0.25
+    assert chance < best - 0.3
+    assert measure(net, probes, []).codes < 0.25
 
 
 def test_an_invented_answer_is_given_again_when_asked_again(net):
@@ -102,18 +96,6 @@ def test_transformers_computes_the_same_logits(net):
         torch.testing.assert_close(net(ids), stock(ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_chunked_prefill_computes_the_same_as_one_pass(net):
-    session = make_session(np.random.default_rng(SEED), 700, 2)
-    turn_ids = torch.tensor(session.answered_ids(np.random.default_rng(0))[0])
-    context = torch.from_numpy(session.context_ids)
-    cache = prefill(net, context, chunk_tokens=256)
-    ids = torch.cat([context, turn_ids])
-    with torch.no_grad():
-        whole = net.hidden(ids[None], torch.arange(len(ids))[None])[0, len(context) :]
-    hidden = turn_hidden(net, cache, turn_ids, head_mask(net, all_heads(net)))
-    torch.testing.assert_close(hidden, whole, atol=1e-4, rtol=1e-4)
-
-
 def test_the_tokenizer_and_the_language_agree(tokenizer):
     session = make_session(np.random.default_rng(SEED), 400, 2)
     text = DEFAULT_LANGUAGE.decode(session.context_ids)
@@ -123,33 +105,26 @@ def test_the_tokenizer_and_the_language_agree(tokenizer):
     assert tokenizer.vocab_size == DEFAULT_LANGUAGE.vocab_size
 
 
-def test_the_chat_template_writes_what_the_language_writes(tokenizer):
+@pytest.mark.parametrize("calls_tools", [False, True])
+def test_the_chat_template_writes_what_the_language_writes(tokenizer, calls_tools):
+    """A tool call is written as the answer that it was read from."""
     session = make_session(np.random.default_rng(SEED), 200, 2, 4, invented_share=0.0)
     first, second = session.turns
+    text = DEFAULT_LANGUAGE.decode
+    answer, asked = {"content": text(first.answer_ids)}, {"role": "user"}
+    found = list(second.prompt_ids)
+    if calls_tools:
+        name, codes = (text(part) for part in np.split(first.answer_ids, [2]))
+        call = {"name": "open_vault", "arguments": {"vault": name, "codes": codes}}
+        answer, asked = {"tool_calls": [{"type": "function", "function": call}]}, {"role": "tool"}
+        found[0] = DEFAULT_LANGUAGE.ids["<tool>"]
     messages = [
-        {"role": "system", "content": DEFAULT_LANGUAGE.decode(session.context_ids[1:])},
-        {"role": "user", "content": DEFAULT_LANGUAGE.decode(first.prompt_ids[1:-1])},
-        {"role": "assistant", "content": DEFAULT_LANGUAGE.decode(first.answer_ids)},
-        {"role": "user", "content": DEFAULT_LANGUAGE.decode(second.prompt_ids[1:-1])},
+        {"role": "system", "content": text(session.context_ids[1:])},
+        {"role": "user", "content": text(first.prompt_ids[1:-1])},
+        {"role": "assistant", **answer},
+        {**asked, "content": text(second.prompt_ids[1:-1])},
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    turns = [*first.prompt_ids, *first.answer_ids, DEFAULT_LANGUAGE.eot, *second.prompt_ids]
-    assert tokenizer.encode(rendered) == [*session.context_ids.tolist(), *turns]
-
-
-def test_a_tool_call_is_written_as_the_answer_that_it_was_read_from(tokenizer):
-    session = make_session(np.random.default_rng(SEED), 200, 2, 4, invented_share=0.0)
-    first, second = session.turns
-    name, codes = (DEFAULT_LANGUAGE.decode(part) for part in np.split(first.answer_ids, [2]))
-    call = {"name": "open_vault", "arguments": {"vault": name, "codes": codes}}
-    messages = [
-        {"role": "system", "content": DEFAULT_LANGUAGE.decode(session.context_ids[1:])},
-        {"role": "user", "content": DEFAULT_LANGUAGE.decode(first.prompt_ids[1:-1])},
-        {"role": "assistant", "tool_calls": [{"type": "function", "function": call}]},
-        {"role": "tool", "content": DEFAULT_LANGUAGE.decode(second.prompt_ids[1:-1])},
-    ]
-    rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    found = [DEFAULT_LANGUAGE.ids["<tool>"], *second.prompt_ids[1:]]
     turns = [*first.prompt_ids, *first.answer_ids, DEFAULT_LANGUAGE.eot, *found]
     assert tokenizer.encode(rendered) == [*session.context_ids.tolist(), *turns]
 
@@ -168,7 +143,3 @@ def test_the_special_ids_are_the_language_s(tokenizer):
     assert config["pad_token_id"] == tokenizer.pad_token_id == DEFAULT_LANGUAGE.pad
     generation = json.loads((FOLDER / "generation_config.json").read_text())
     assert generation["eos_token_id"] == DEFAULT_LANGUAGE.eot
-
-
-def test_the_weights_stay_small():
-    assert (FOLDER / "model.safetensors").stat().st_size < 4_000_000

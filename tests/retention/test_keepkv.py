@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow, best, expected_output
+from kvtier.retention.refreshing import RefreshRule, reselect
 from kvtier_kernels.merging import Entries, exact_entries
 from kvtier_kernels.prediction import predicted_logits, window_lse
 
@@ -79,19 +82,6 @@ def test_the_predicted_attention_of_every_query_head_stays_whole(
 # -- what is kept --
 
 
-@settings(max_examples=40)
-@given(seed=seeds, tokens=st.integers(1, 60), share=st.floats(0, 1))
-def test_the_best_are_kept_in_order(seed: int, tokens: int, share: float) -> None:
-    scores = normal(seed, 2, tokens)
-    count = 1 + int(share * (tokens - 1))
-    kept = best(scores, count)
-    assert kept.shape == (2, count)
-    for row, chosen in zip(scores, kept.tolist(), strict=True):
-        assert chosen == sorted(set(chosen))
-        left = [t for t in range(tokens) if t not in chosen]
-        assert not left or row[chosen].min() >= row[left].max()
-
-
 def test_what_the_queries_look_at_stays_with_its_neighbours() -> None:
     keys, values = make_span(0, tokens=200)
     window = QueryWindow(keys[:, 120].view(1, 2, 1, DIM) * 40, SCALE)
@@ -104,15 +94,6 @@ def test_a_score_that_is_not_a_number_is_the_worst() -> None:
     assert best(scores, 3).tolist() == [[0, 2, 3]]
 
 
-def test_scores_from_elsewhere_choose_and_the_window_merges() -> None:
-    keys, values = make_span(3)
-    scores = torch.arange(50.0).expand(2, -1)
-    left = KeepKV(floor=-1.0).retain(keys, values, 7, window=make_window(3), scores=scores)
-    assert left.kept.tolist() == [list(range(43, 50))] * 2
-    alone = KeepKV(floor=-1.0).retain(keys, values, 7, scores=scores)
-    assert not torch.equal(alone.entries.k, left.entries.k)
-
-
 def test_without_queries_entries_become_plain_means() -> None:
     keys, values = make_span(4)
     values = torch.cat([keys, values], -1)
@@ -123,17 +104,6 @@ def test_without_queries_entries_become_plain_means() -> None:
     assert_same(left.entries.v[..., :DIM], left.entries.k)
     sums = (left.entries.log_votes.exp().transpose(1, 2) * left.entries.k).sum(1)
     assert_same(sums, keys.sum(1), 1e-4)
-
-
-def test_only_the_newest_queries_are_asked() -> None:
-    keys, values = make_span(5)
-    window = make_window(5, queries=10)
-    rule = KeepKV(window_queries=4)
-    few = rule.retain(keys, values, 9, window=window._replace(q=window.q[-4:]))
-    many = rule.retain(keys, values, 9, window=window)
-    assert torch.equal(few.kept, many.kept)
-    assert torch.equal(few.entries.k, many.entries.k)
-    assert torch.equal(few.entries.log_votes, many.entries.log_votes)
 
 
 # -- what is merged --
@@ -164,28 +134,14 @@ def test_keeping_everything_changes_nothing(dtype: torch.dtype) -> None:
     assert left.compensation.k.dtype == left.compensation.v.dtype == dtype
 
 
-def test_the_order_of_tokens_matters_only_to_neighbours() -> None:
-    keys, values = make_span(9)
-    window, order = make_window(9), torch.randperm(50, generator=torch.Generator().manual_seed(9))
-    rule = KeepKV(floor=0.3, pool_width=1)
-    left = rule.retain(keys, values, 11, window=window)
-    moved = rule.retain(keys[:, order], values[:, order], 11, window=window)
-    for head in range(2):
-        back = order[moved.kept[head]].argsort()
-        assert torch.equal(order[moved.kept[head]][back], left.kept[head])
-        assert_same(moved.entries.k[head, back], left.entries.k[head])
-        assert_same(moved.entries.v[head, back], left.entries.v[head])
-        assert_same(moved.entries.log_votes[head][:, back], left.entries.log_votes[head])
-    for got, expected in zip(moved.compensation, left.compensation, strict=True):
-        assert_same(got, expected)
-
-
 def test_heads_do_not_see_each_other() -> None:
+    """Keys of a head that are not numbers raise nothing: a server must survive them."""
     keys, values = make_span(10, heads=3)
     window = make_window(10, heads=3, group=2)
     rule = KeepKV(floor=0.3)
+    keys[0, 3] = float("nan")
     together = rule.retain(keys, values, 11, window=window)
-    for head in range(3):
+    for head in (1, 2):
         one = slice(head, head + 1)
         own = window._replace(q=window.q[:, one])
         alone = rule.retain(keys[one], values[one], 11, window=own)
@@ -197,17 +153,6 @@ def test_heads_do_not_see_each_other() -> None:
         )
         for got, expected in pairs:
             assert_same(got, expected[one])
-
-
-def test_keys_that_are_not_numbers_raise_nothing() -> None:
-    """A server must survive them; the other heads are sound."""
-    keys, values = make_span(11)
-    window = make_window(11)
-    alone = window._replace(q=window.q[:, 1:])
-    sound = KeepKV().retain(keys[1:], values[1:], 9, window=alone)
-    keys[0, 3] = float("nan")
-    left = KeepKV().retain(keys, values, 9, window=window)
-    assert_same(left.entries.k[1:], sound.entries.k)
 
 
 # -- later queries --
@@ -230,8 +175,7 @@ def drifting(seed: int, queries: int, group: int, spread: float) -> torch.Tensor
     return spread * (0.5 * normal(seed + 1, 2, 1, DIM) + 0.75**0.5 * q)
 
 
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize(("group", "share"), [(1, 0.5), (4, 0.25)])
 @pytest.mark.parametrize(("spread", "margin"), [(1.0, 0.5), (4.0, 0.95)])
 def test_for_later_queries_of_clustered_keys_merging_errs_least(
     group: int, share: float, spread: float, margin: float
@@ -263,20 +207,57 @@ def test_for_later_queries_of_clustered_keys_merging_errs_least(
     assert merged < 1.01 * means
 
 
+# -- the entries that a head that competes keeps of a range for one turn --
+
+RANGE = 40
+
+
+def made_range(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, QueryWindow]:
+    k, v = normal(seed, 2, 1, RANGE, DIM)
+    return k, v, normal(seed + 1, RANGE), QueryWindow(normal(seed + 2, 5, 1, 2, DIM), 0.3)
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(0, RANGE))
+def test_half_is_kept_for_any_turn_and_half_for_this_one(seed, count):
+    k, v, worth, window = made_range(seed)
+    keepkv = KeepKV(pool_width=1)
+    kept = reselect(keepkv, k, v, worth, count, window)
+    assert kept.unique().numel() == kept.numel() == count
+    assert torch.equal(kept, kept.sort().values)
+    always = worth.topk(count - count // 2).indices
+    assert torch.isin(always, kept).all()
+    chosen = RefreshRule(keepkv, merges=False).choose_by_worth(k, v, worth, count, window)
+    assert torch.equal(chosen.k, k[:, kept])
+    assert torch.equal(chosen.v, v[:, kept])
+    assert chosen.log_votes is None
+
+
+@given(seed=st.integers(0, 1000), count=st.integers(0, RANGE))
+def test_what_is_merged_is_as_many_entries_as_would_be_kept(seed, count):
+    """They stand where those are that would be kept; one is the compensation entry."""
+    k, v, worth, window = made_range(seed)
+    rule = RefreshRule(KeepKV(floor=0.0, pool_width=1), merges=True)
+    chosen = rule.choose_by_worth(k, v, worth, count, window)
+    assert chosen.k.shape == chosen.v.shape == (1, count, DIM)
+    assert chosen.log_votes.shape == (1, 2, count)
+    if count <= 1:
+        assert not chosen.log_votes.any()
+        return
+    kept = reselect(rule.keepkv, k, v, worth, count - 1, window)
+    scores = torch.zeros(1, RANGE).index_fill_(1, kept, 1.0)
+    retained = rule.keepkv.retain(k, v, count - 1, window=window, scores=scores)
+    assert torch.equal(retained.kept[0], kept)
+    torch.testing.assert_close(chosen.k[:, :-1], retained.entries.k)
+    torch.testing.assert_close(chosen.k[:, -1:], retained.compensation.k)
+    torch.testing.assert_close(chosen.log_votes[..., :-1], retained.entries.log_votes)
+
+
 # -- bad input --
 
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [
-        ("floor", 1.1),
-        ("floor", float("nan")),
-        ("window_queries", 0),
-        ("alpha", 1.0),
-        ("alpha", -0.1),
-        ("pool_width", 4),
-        ("pool_width", 0),
-    ],
+    [("floor", 1.1), ("window_queries", 0), ("alpha", 1.0), ("pool_width", 4)],
 )
 def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> None:
     with pytest.raises(UsageError) as caught:
@@ -284,22 +265,22 @@ def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> 
     assert caught.value.argument == argument
 
 
-def test_spans_that_do_not_fit_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("keys", {"keys": torch.zeros(50, DIM)}),
+        ("values", {"values": torch.zeros(2, 49, DIM)}),
+        ("window or scores", {"window": None}),
+        ("window", {"window": QueryWindow(torch.zeros(4, 2, 1, DIM - 1), SCALE)}),
+        ("window", {"window": QueryWindow(torch.zeros(0, 2, 1, DIM), SCALE)}),
+        ("scores", {"scores": torch.zeros(2, 49)}),
+        ("count", {"count": 0}),
+        ("count", {"count": 51}),
+    ],
+)
+def test_spans_that_do_not_fit_are_refused_by_name(argument: str, change: dict[str, Any]) -> None:
     keys, values = make_span(0)
-    window, scores = make_window(0), torch.zeros(2, 50)
-    for argument, options in {
-        "keys": {"keys": keys[0]},
-        "values": {"values": values[:, 1:]},
-        "window or scores": {"window": None},
-        "window": {"window": window._replace(q=window.q[..., 1:])},
-        "scores": {"scores": scores[:, 1:]},
-    }.items():
-        arguments = {"keys": keys, "values": values, "count": 9, "window": window, **options}
-        with pytest.raises(UsageError) as caught:
-            KeepKV().retain(**arguments)
-        assert caught.value.argument == argument
-    for count in (0, 51):
-        with pytest.raises(UsageError, match="count"):
-            KeepKV().retain(keys, values, count, scores=scores)
-    with pytest.raises(UsageError, match="window"):
-        KeepKV().retain(keys, values, 9, window=window._replace(q=window.q[:0]))
+    good = {"keys": keys, "values": values, "count": 9, "window": make_window(0)}
+    with pytest.raises(UsageError) as caught:
+        KeepKV().retain(**(good | change))
+    assert caught.value.argument == argument

@@ -52,19 +52,12 @@ def test_compactor_selects() -> None:
     assert chosen.shape == (HEADS, 1000)
 
 
-def test_keepkv_merges(launched: list[str]) -> None:
-    keys, values = cuda(HEADS, TOKENS, DIM), cuda(HEADS, TOKENS, DIM)
-    window = QueryWindow(cuda(32, HEADS, 4, DIM), 0.125)
-    left = KeepKV().retain(keys, values, 1000, window=window)
-    assert left.entries.k.shape == (HEADS, 1000, DIM)
-    assert left.entries.k.device.type == "cuda"
-    wanted = {"mean_of_queries", "nearest_home", "segment_softmax", "segment_sum"}
-    assert wanted <= set(launched)
-
-
 @pytest.mark.parametrize("merges", [False, True])
-def test_a_refresh_chooses(merges: bool) -> None:
+def test_a_refresh_chooses_and_merges(merges: bool, launched: list[str]) -> None:
     window = QueryWindow(cuda(32, HEADS, 4, DIM), 0.125)
     rule = RefreshRule(KeepKV(), merges=merges)
     chosen = rule.choose(cuda(HEADS, TOKENS, DIM), cuda(HEADS, TOKENS, DIM), 1000, window)
     assert chosen.k.shape == (HEADS, 1000 + merges, DIM)
+    assert chosen.k.device.type == "cuda"
+    wanted = {"mean_of_queries", "nearest_home", "segment_softmax", "segment_sum"}
+    assert not merges or wanted <= set(launched)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvtier.errors import BudgetError
 from kvtier.heads.profile import ModelShape
 from kvtier.pool_sizing import SessionShape, kept_slots, plan_pool, slot_bytes
-from kvtier.retention.shares import PAGE, profile_slots
+from kvtier.retention.shares import PAGE
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
 HEADS = 12
@@ -17,7 +17,6 @@ EDGES = 384
 def test_a_slot_has_the_kv_of_all_heads_and_what_is_kept_beside_it():
     kv = HEADS * 2 * 32 * 2
     assert slot_bytes(SHAPE, 2) == kv
-    assert slot_bytes(SHAPE, 2, state_width=0) == kv + 4
     assert slot_bytes(SHAPE, 2, state_width=3, votes=0) == kv + 4 * (3 * HEADS + 1) + 8
     assert slot_bytes(SHAPE, 2, votes=2) == kv + 8 + 4 * HEADS * 2
     assert slot_bytes(SHAPE.of_rank(2), 2) == kv // 2
@@ -36,26 +35,12 @@ def test_a_context_takes_the_pages_of_its_heads_and_never_more_than_it_has(
         assert HEADS * (kept - EDGES) >= min(anchored * entries, HEADS * (context - EDGES))
 
 
-def test_a_quarter_of_the_heads_makes_a_128k_session_almost_four_times_smaller():
+def test_a_context_costs_its_anchored_heads_pages_and_one_for_every_other_head():
+    """A quarter of the heads makes a session of 128k almost four times smaller."""
     context = 128 * 1024
     assert 3.8 < context / kept_slots(context, EDGES, 1.0, 3, HEADS) < 4
     assert 3.9 < context / kept_slots(context, EDGES, 0.25, HEADS, HEADS) <= 4
-
-
-def test_without_anchored_heads_a_context_costs_a_page_beside_its_edges():
     assert kept_slots(100_000, EDGES, 1.0, 0, HEADS) == EDGES + PAGE
-
-
-def test_heads_that_keep_one_entry_take_a_page_for_it():
-    assert profile_slots(50, 1, 6) == 2 * PAGE
-    assert profile_slots(16, 6, 6) == PAGE
-
-
-def test_layers_with_a_window_leave_their_room_to_the_others():
-    """One layer of six is full: as the pool of an engine counts it (docs/models.md)."""
-    window, edges = 512, 16
-    kept = kept_slots(8000 - window, edges, 0.35, 2, HEADS, windowed=10)
-    assert kept + window == 976
 
 
 @given(st.integers(500, 50_000), st.floats(0.05, 1), st.floats(1.0, 40.0))

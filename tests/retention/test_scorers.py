@@ -19,7 +19,6 @@ from kvtier.heads.profile import ModelShape, full_profile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.rules import scorer_of
 from kvtier.retention.scorers import SCORERS, Chunk, Span, TokenScorer, select
-from kvtier.retention.scorers.base import pooled, z_score
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.simple import KeyDiff
 from kvtier.retention.token_worth import TokenWorth, feature_width
@@ -72,10 +71,11 @@ def scorer(request, weights) -> TokenScorer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens", [1, 2, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 300])
 def test_every_token_gets_a_number(scorer, tokens, dtype):
     chunk = make_chunk(tokens, dtype=dtype)
     span = make_span(scorer, chunk)
+    before = [x.clone() for x in (*chunk[:3], span.state)]
     assert span.state.shape == (HEADS, scorer.state_width, tokens)
     assert span.state.dtype == torch.float32
     scores = scorer.score(span)
@@ -84,16 +84,8 @@ def test_every_token_gets_a_number(scorer, tokens, dtype):
     assert bool(scores.isfinite().all())
     kept = select(scores, min(tokens, 10))
     assert kept.tolist() == [sorted(set(row)) for row in kept.tolist()]
-
-
-def test_nothing_that_is_given_is_changed(scorer):
-    chunk = make_chunk(60)
-    before = [x.clone() for x in chunk[:3]]
-    span = make_span(scorer, chunk)
-    state = span.state.clone()
-    scorer.score(span)
-    assert torch.equal(state, span.state)
-    assert all(torch.equal(a, b) for a, b in zip(before, chunk[:3], strict=True))
+    given = (*chunk[:3], span.state)
+    assert all(map(torch.equal, before, given)), "nothing that is given is changed"
 
 
 def test_a_server_scores_as_another_does(scorer, weights):
@@ -147,24 +139,23 @@ def test_a_curve_of_one_scorer_is_of_no_other(weights):
     assert len(digests) == len(scorers)
 
 
-def test_a_fitted_scorer_without_its_file_is_refused():
-    with pytest.raises(UsageError, match=r"scorer\.file: expected a file that"):
-        scorer_of(load_settings(scorer="reconstruction", head_budgets="adaptive", retention=0.5))
-
-
-def test_a_scorer_that_sees_all_heads_is_refused_where_some_are_locality_heads(weights):
-    with pytest.raises(UsageError, match="head_budgets: expected adaptive, with a share"):
-        scorer_of(load_settings(scorer="reconstruction", scorer_file=weights, retention=0.5))
-
-
-def test_heads_compete_by_scores_that_compare_only():
-    with pytest.raises(UsageError, match="scorer: expected reconstruction with head_budgets"):
-        scorer_of(load_settings(retention=0.5, head_budgets="adaptive", scorer="keydiff"))
-
-
-def test_a_scorer_that_there_is_none_of_is_named():
-    with pytest.raises(UsageError, match="scorer"):
-        scorer_of(load_settings(scorer="best"))
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({"head_budgets": "adaptive"}, r"scorer\.file: expected a file that"),
+        ({"scorer_file": "any.npz"}, "head_budgets: expected adaptive, with a share"),
+        (
+            {"head_budgets": "adaptive", "scorer": "keydiff"},
+            "scorer: expected reconstruction with head_budgets",
+        ),
+        ({"scorer": "best"}, "scorer: expected one of compactor"),
+    ],
+)
+def test_settings_that_no_scorer_serves_are_refused_by_name(asked, expected):
+    """Scores must compare where heads compete; one that sees all heads serves no locality heads."""
+    settings = load_settings(**{"scorer": "reconstruction", "retention": 0.5} | asked)
+    with pytest.raises(UsageError, match=expected):
+        scorer_of(settings)
 
 
 def test_the_bench_and_calibration_take_the_scorer_by_flag(tmp_path, capsys):
@@ -191,17 +182,6 @@ def test_the_best_tokens_stay_in_order(seed: int, tokens: int, count: int) -> No
         assert all(row[t] <= row[kept].min() for t in left)
 
 
-def test_pooling_keeps_the_mean_of_what_exists() -> None:
-    row = torch.tensor([[1.0, 2.0, 6.0]])
-    assert pooled(row, 3).tolist() == [[1.5, 3.0, 4.0]]
-    assert pooled(row, 1) is row
-
-
-def test_a_constant_row_scores_zero() -> None:
-    assert z_score(torch.full((2, 9), 3.0)).tolist() == [[0.0] * 9] * 2
-    assert z_score(torch.zeros(1, 4)).tolist() == [[0.0] * 4]
-
-
 # ---- Compactor: signals that say nothing are ignored, spans stay whole
 
 
@@ -217,13 +197,7 @@ def test_leverage_that_says_nothing_leaves_the_choice_to_attention() -> None:
     torch.testing.assert_close(both, by_mass, rtol=0, atol=0.2)
 
 
-def test_attention_that_says_nothing_leaves_the_choice_to_leverage() -> None:
-    keys = normal(2, 1, 500, 16)
-    keys[0, 77] *= 20
-    assert by_compactor(keys, torch.ones(1, 500), pool_width=1).argmax() == 77
-
-
-def test_neighbours_of_what_sticks_out_stay_with_it() -> None:
+def test_what_sticks_out_stays_with_its_neighbours_where_attention_says_nothing() -> None:
     keys = 0.1 * normal(3, 1, 500, 16)
     keys[0, 250] *= 50
     chosen = select(by_compactor(keys, torch.ones(1, 500), pool_width=5), 5)
@@ -258,14 +232,10 @@ def test_distinct_keys_see_what_a_token_says_and_not_where_it_stands() -> None:
     torch.testing.assert_close(scorer.score(span), again, rtol=1e-3, atol=1e-3)
 
 
-def test_streaming_llm_keeps_the_newest() -> None:
-    scorer = SCORERS["streaming-llm"]()
-    span = make_span(scorer, make_chunk(40))
-    assert select(scorer.score(span), 3).tolist() == [[37, 38, 39]] * HEADS
-
-
-def test_random_tokens_are_each_heads_own_and_of_their_place() -> None:
-    scorer = SCORERS["random"]()
-    here, there = (scorer.score(make_span(scorer, make_chunk(200), first)) for first in (0, 200))
+def test_streaming_llm_keeps_the_newest_and_random_tokens_are_each_heads_own() -> None:
+    newest, random = SCORERS["streaming-llm"](), SCORERS["random"]()
+    span = make_span(newest, make_chunk(40))
+    assert select(newest.score(span), 3).tolist() == [[37, 38, 39]] * HEADS
+    here, there = (random.score(make_span(random, make_chunk(200), first)) for first in (0, 200))
     assert not torch.equal(here[0], here[1])
-    assert not torch.equal(here, there)
+    assert not torch.equal(here, there), "and of their place"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +58,8 @@ def test_a_fit_finds_the_weights_that_made_the_attention() -> None:
     assert float(torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1]) > 0.999
 
 
-@pytest.mark.parametrize("tokens", [6, 11, 40])
-def test_a_fit_in_blocks_is_the_fit_in_one(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [6, 40])
+def test_a_fit_in_blocks_is_the_fit_in_one_whatever_its_first_tokens_draw(tokens: int) -> None:
     keys, rotation = rotated(normal(1, HEADS, tokens, DIM))
     values, drawn = normal(2, HEADS, tokens, DIM), normal(3, HEADS, tokens).exp()
     fits = []
@@ -70,21 +69,9 @@ def test_a_fit_in_blocks_is_the_fit_in_one(tokens: int) -> None:
             fit = Fit(1)
             fit.add(0, keys, values, rotation, drawn)
             fits.append(fit.solve().weights)
+        drawn[:, :SINK_TOKENS] *= 1e6
     torch.testing.assert_close(fits[1], fits[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(fits[2], fits[0], rtol=1e-4, atol=1e-6)
-
-
-def test_first_tokens_are_no_examples() -> None:
-    keys, values = normal(1, HEADS, 50, DIM), normal(2, HEADS, 50, DIM)
-    drawn = normal(3, HEADS, 50).exp()
-    other = drawn.clone()
-    other[:, :SINK_TOKENS] = 1e6
-    fits = []
-    for one in (drawn, other):
-        fit = Fit(1)
-        fit.add(0, keys, values, None, one)
-        fits.append(fit.solve().weights)
-    assert torch.equal(*fits)
 
 
 def test_what_a_token_is_does_not_depend_on_its_rotation() -> None:
@@ -93,14 +80,6 @@ def test_what_a_token_is_does_not_depend_on_its_rotation() -> None:
     torch.testing.assert_close(
         features(keys, values, rotation), features(plain, values, None), rtol=1e-4, atol=1e-5
     )
-
-
-def test_a_token_is_seen_with_its_neighbours_and_no_others() -> None:
-    keys, values = normal(1, HEADS, 9, DIM), normal(2, HEADS, 9, DIM)
-    before = features(keys, values, None)
-    keys[:, 4] += 1
-    changed = (features(keys, values, None) != before).any(-1)
-    assert changed.nonzero().flatten().tolist() == [3, 4, 5]
 
 
 @given(first=st.integers(0, 3000), tokens=st.integers(1, 40))
@@ -113,23 +92,6 @@ def test_the_place_of_a_token_is_a_number_wherever_the_context_begins(
     assert place.isfinite().all()
     whole = torch.zeros(HEADS, first + tokens, DIM)
     torch.testing.assert_close(features(whole, whole, None)[first:, PLACE], place)
-
-
-def test_the_place_tells_what_keys_and_values_do_not() -> None:
-    """Attention that is all a matter of place, in contexts of two lengths, is found in a third."""
-    fit = Fit(1)
-
-    def drawn(tokens: int) -> torch.Tensor:
-        position = torch.arange(tokens, dtype=torch.float32)
-        far = torch.stack([position, tokens - position]) / tokens
-        return (3 * far - 0.5 * math.log(tokens)).exp()
-
-    for tokens in (300, 900):
-        noise = normal(tokens, 2, HEADS, tokens, DIM)
-        fit.add(0, noise[0], noise[1], None, drawn(tokens))
-    noise = normal(0, 2, HEADS, 600, DIM)
-    found = fit.solve().predict(0, noise[0], noise[1], None)
-    assert float((found - drawn(600).log()).abs().mean()) < 0.1
 
 
 @given(tokens=st.integers(1, 40), seed=st.integers(0, 20), first=st.integers(0, 90))
@@ -181,41 +143,17 @@ def test_ranks_together_score_as_one_that_holds_all_heads(
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_of_another_model_are_refused() -> None:
-    worth = TokenWorth(normal(0, LAYERS, HEADS, WIDTH))
-    keys = normal(1, HEADS + 1, 9, DIM)
-    with pytest.raises(UsageError, match="all 2 KV heads"):
-        worth.predict(0, keys, keys, None)
-    with pytest.raises(UsageError, match=r"range\(0, 2\) of the 2 KV heads"):
-        worth.predict_from_kv(0, keys, keys, None, range(2))
-
-
-def test_weights_come_back_from_their_file(tmp_path: Path) -> None:
-    worth = TokenWorth(normal(0, LAYERS, HEADS, 11))
-    worth.save(tmp_path / "worth.npz")
-    again = TokenWorth.load(tmp_path / "worth.npz")
-    assert torch.equal(again.weights, worth.weights)
-    assert again.digest == worth.digest != TokenWorth(worth.weights + 1).digest
-
-
-def test_queries_come_back_and_have_the_models_shape(tmp_path: Path) -> None:
+def test_weights_and_queries_come_back_from_their_file(tmp_path: Path) -> None:
     weights, queries = normal(0, LAYERS, HEADS, WIDTH), normal(1, LAYERS, HEADS, DIM, DIM)
     worth = TokenWorth(weights, queries=queries)
     worth.save(tmp_path / "worth.npz")
     again = TokenWorth.load(tmp_path / "worth.npz")
+    assert torch.equal(again.weights, worth.weights)
     assert again.queries is not None
     torch.testing.assert_close(again.queries, queries, rtol=1e-3, atol=1e-3)
-    assert again.digest == worth.digest
-    others = {TokenWorth(weights).digest, TokenWorth(weights, queries=queries + 1).digest}
-    assert worth.digest not in others
-    worth.check_fits(LAYERS, HEADS, DIM, None)
-    wrong = TokenWorth(weights, queries=queries[:, :, 1:])
-    with pytest.raises(UsageError, match=r"scorer\.file: expected queries"):
-        wrong.check_fits(LAYERS, HEADS, DIM, None)
-    for bad in (queries[0], queries / 0):
-        TokenWorth(weights, queries=bad).save(tmp_path / "bad.npz")
-        with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
-            TokenWorth.load(tmp_path / "bad.npz")
+    others = (TokenWorth(weights), TokenWorth(weights + 1, queries=queries))
+    others = (*others, TokenWorth(weights, queries=queries + 1))
+    assert worth.digest == again.digest not in {other.digest for other in others}
 
 
 def test_ranks_code_their_heads_keys_as_one_rank_does() -> None:
@@ -230,28 +168,35 @@ def test_ranks_code_their_heads_keys_as_one_rank_does() -> None:
 
 
 def test_weights_of_another_models_file_are_refused_before_serving() -> None:
-    worth = TokenWorth(normal(0, LAYERS, HEADS, WIDTH), "ours")
+    weights, queries = normal(0, LAYERS, HEADS, WIDTH), normal(1, LAYERS, HEADS, DIM, DIM)
+    worth = TokenWorth(weights, "ours", queries)
     worth.check_fits(LAYERS, HEADS, DIM, "ours")
     worth.check_fits(LAYERS, HEADS, DIM, None)
-    others = ((LAYERS, HEADS, "new"), (4, HEADS, "ours"), (LAYERS, 1, "ours"))
-    for layers, heads, revision in others:
-        with pytest.raises(UsageError, match=r"scorer\.file: expected wh?"):
-            worth.check_fits(layers, heads, DIM, revision)
+    for fitted, layers, heads, revision, expected in (
+        (worth, LAYERS, HEADS, "new", "what was fitted"),
+        (worth, 4, HEADS, "ours", "weights"),
+        (worth, LAYERS, 1, "ours", "weights"),
+        (TokenWorth(weights, "ours", queries[:, :, 1:]), LAYERS, HEADS, "ours", "queries"),
+    ):
+        with pytest.raises(UsageError, match=rf"scorer\.file: expected {expected}"):
+            fitted.check_fits(layers, heads, DIM, revision)
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "text", "other", "nan"])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "worth.npz"
-    if kind == "empty":
-        file.touch()
-    elif kind == "text":
-        file.write_text("{}")
-    elif kind == "other":
-        np.savez(file, weights=normal(0, 2, 3).numpy())
-    elif kind == "nan":
-        TokenWorth(torch.full((1, 1, 3), torch.nan)).save(file)
-    with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
-        TokenWorth.load(file)
+    weights, queries = normal(0, LAYERS, HEADS, WIDTH), normal(1, LAYERS, HEADS, DIM, DIM)
+    for write in (
+        lambda: None,
+        lambda: file.touch(),
+        lambda: file.write_text("{}"),
+        lambda: np.savez(file, weights=normal(0, 2, 3).numpy()),
+        lambda: TokenWorth(weights / 0).save(file),
+        lambda: TokenWorth(weights, queries=queries[0]).save(file),
+        lambda: TokenWorth(weights, queries=queries / 0).save(file),
+    ):
+        write()
+        with pytest.raises(UsageError, match=r"scorer\.file: expected weights that"):
+            TokenWorth.load(file)
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -19,7 +19,6 @@ from kvtier.bench.workload import open_script
 from kvtier.errors import SizeError, UsageError
 from kvtier.synthetic.recall_script import RecallScript
 from kvtier.synthetic.script import Script, ScriptedSession
-from kvtier.synthetic.standard_library import docstring_paragraphs, paragraphs, reference_paragraphs
 from kvtier.synthetic.text import TextScript
 from kvtier.synthetic.tokenizer import Tokenizer
 
@@ -65,6 +64,7 @@ def hold(script: Script, asked: tuple[int, int, int, int]) -> ScriptedSession:
 def test_lengths_are_kept_to_the_token_and_every_answer_stands_in_the_context(language, asked):
     script, tokenizer = script_of(*language), tokenizer_of(*language)
     session = hold(script, asked)
+    assert session == hold(script, asked), "the seed decides everything"
     assert len(session.context_ids) == asked[1]
     told = dict(SAYS.findall(text_of(tokenizer, session.context_ids)))
     assert len(session.turns) == len(session.branches) == asked[2]
@@ -91,14 +91,6 @@ def test_an_answer_is_right_when_its_first_number_is(language, asked):
     assert script.judge(right, tokenizer.encode(f" 7 and {turn.fact.number}")).recall == 0
     assert script.judge(right, tokenizer.encode(" unknown")).recall == 0
     assert script.judge(right, script.closing_ids).recall == 0
-
-
-@pytest.mark.parametrize("script", [RecallScript(), script_of("bytes", "chatml")])
-def test_the_seed_decides_everything(script: Script):
-    first, again, other = (hold(script, (seed, 700, 3, 3)) for seed in (4, 4, 5))
-    assert first == again
-    assert first.context_ids != other.context_ids
-    assert first.turns != other.turns
 
 
 @pytest.mark.parametrize("language", [(kind, name) for kind in KINDS for name in TEMPLATES])
@@ -151,7 +143,7 @@ def test_a_conversation_reads_as_its_template_writes_it(name: str):
     assert len(written) - len(said) <= 1, "all but a line's end"
 
 
-def test_plain_text_begins_with_bos_and_asks_on_lines_of_their_own():
+def test_plain_text_begins_with_bos_where_there_is_one_and_asks_on_lines_of_their_own():
     script, tokenizer = script_of("bytes", "plain"), tokenizer_of("bytes", "plain")
     session = hold(script, (3, 500, 2, 1))
     assert session.context_ids[0] == tokenizer.first_ids[0]
@@ -159,9 +151,6 @@ def test_plain_text_begins_with_bos_and_asks_on_lines_of_their_own():
     assert first.startswith("\n\nQuestion: Which vault code")
     assert second.startswith("Question: Which vault code")
     assert tokenizer.encode("\n")[0] in script.stop_ids
-
-
-def test_plain_text_begins_with_its_first_word_where_a_tokenizer_has_no_bos():
     script, tokenizer = script_of(NO_BOS, "plain"), tokenizer_of(NO_BOS, "plain")
     assert tokenizer.first_ids == ()
     session = hold(script, (3, 500, 2, 1))
@@ -189,23 +178,20 @@ def test_a_context_without_room_for_a_fact_is_refused_by_name():
         assert len(hold(script, (0, least, 1, 1)).context_ids) == least
 
 
-def test_a_directory_that_cannot_be_spoken_to_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"--model-path: .*with a tokenizer"):
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, "with a tokenizer"),
+        ("{{ raise_exception('no') }}", "takes these messages"),
+        ("{{ messages[0]['role'] }}", "every message once"),
+    ],
+)
+def test_a_directory_that_cannot_be_spoken_to_is_refused_by_name(
+    tmp_path: Path, template, expected
+):
+    if template is None:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    else:
+        write_tokenizer(tmp_path, template=template)
+    with pytest.raises(UsageError, match=f"--model-path: .*{expected}"):
         open_script("text", str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"--model-path: .*with a tokenizer"):
-        open_script("text", str(tmp_path))
-    refusing = write_tokenizer(tmp_path / "refusing", template="{{ raise_exception('no') }}")
-    with pytest.raises(UsageError, match=r"--model-path: .*takes these messages"):
-        open_script("text", str(refusing))
-    silent = write_tokenizer(tmp_path / "silent", template="{{ messages[0]['role'] }}")
-    with pytest.raises(UsageError, match=r"--model-path: .*every message once"):
-        open_script("text", str(silent))
-
-
-def test_prose_comes_without_end_and_docstrings_follow_the_reference():
-    first = paragraphs(np.random.default_rng(0))
-    taken = [next(first) for _ in reference_paragraphs()]
-    assert sorted(taken) == sorted(reference_paragraphs())
-    assert next(first) in docstring_paragraphs()
-    assert not any("\n" in text or "::=" in text for text in docstring_paragraphs())

@@ -42,8 +42,11 @@ class Authority:
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = f"authority {x509.random_serial_number()}"
+        self._identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
-        extensions = {x509.BasicConstraints(True, None): True, usage: True}
+        extensions = {
+            x509.BasicConstraints(True, None): True, usage: True, self._identifier: False,
+        }  # fmt: skip
         self.pem = self._signed(self._name, self._key, DAY, extensions)
 
     def _signed(
@@ -69,10 +72,12 @@ class Authority:
         """A certificate for a client or, at `host`, a server; one that ended for valid < 0."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
+        # Python 3.13 trusts no certificate that does not say which key signed it.
+        signer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(self._identifier)
         secret = key.private_bytes(
             PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        return Pair(self._signed(common_name, key, valid, {names: False}), secret)
+        return Pair(self._signed(common_name, key, valid, {names: False, signer: False}), secret)
 
 
 def serial(certificate: bytes) -> int:

@@ -221,16 +221,11 @@ class HeadProbe:
 
     def prepare(self, sample: CalibrationSample) -> ProbeBatch:
         """Prefill a sample's context. Raises SizeError when it has no middle to drop."""
-        middle_of(len(sample.context_ids), self.rule)
+        span = middle_of(len(sample.context_ids), self.rule)
         session = ReferenceSession(
             self.model, full_profile(self.shape), self.rule, self.chunk_tokens
         )
         session.turn(sample.context_ids, 0)
-        return self.batch_of(sample, session)
-
-    def batch_of(self, sample: CalibrationSample, session: ReferenceSession) -> ProbeBatch:
-        """The batch of a sample whose context `session` has prefilled with every head kept."""
-        span = middle_of(len(sample.context_ids), self.rule)
         layers = [
             self._parts(*session.exact_kv(layer), span.begin, span.end)
             for layer in range(self.shape.num_layers)

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from kvtier.heads.probes.quality import Quality
 from kvtier.heads.probes.row import Row, attend_beside, row_of
-from kvtier.heads.reference.attention import attending
+from kvtier.heads.reference.attention import attending, mean_entry
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.retention.keepkv import QueryWindow
 
@@ -66,19 +66,28 @@ def stacked(parts: Sequence[Held]) -> Held:
     )
 
 
-def selected(kv: Sequence[tuple[Tensor, Tensor]], kept: Tensor, group: int) -> list[Held]:
-    """Return per layer the entries that stay of exact KV, and nothing for the others.
+def selected(
+    kv: Sequence[tuple[Tensor, Tensor]], kept: Tensor, group: int, summed: Tensor | None = None
+) -> list[Held]:
+    """Return per layer the entries that stay of exact KV.
 
-    kv:    per layer keys and values, `[kv_heads, tokens, dim]` each
-    kept:  bool `[layers, kv_heads, tokens]`
-    group: query heads per KV head
+    kv:     per layer keys and values, `[kv_heads, tokens, dim]` each
+    kept:   bool `[layers, kv_heads, tokens]`
+    group:  query heads per KV head
+    summed: bool `[layers, kv_heads]`, heads that have one entry for all that they do not keep
     """
     layers = []
-    for (k, v), layer in zip(kv, kept, strict=True):
+    for at, (k, v) in enumerate(kv):
         parts = []
-        for head, mine in enumerate(layer):
+        for head, mine in enumerate(kept[at]):
+            one = slice(head, head + 1)
+            held_k, held_v = k[one, mine], v[one, mine]
             votes = k.new_zeros(group, int(mine.sum()))
-            parts.append(Held(k[head : head + 1, mine], v[head : head + 1, mine], votes))
+            if summed is not None and summed[at, head]:
+                entry = mean_entry(k[one, ~mine], v[one, ~mine])
+                held_k, held_v = torch.cat([held_k, entry.k], 1), torch.cat([held_v, entry.v], 1)
+                votes = torch.nn.functional.pad(votes, (0, 1), value=entry.log_votes)
+            parts.append(Held(held_k, held_v, votes))
         layers.append(stacked(parts))
     return layers
 

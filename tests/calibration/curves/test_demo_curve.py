@@ -11,26 +11,27 @@ from thorough import THOROUGH
 
 from kvtier.calibration.curves import goodness
 from kvtier.calibration.documents import load_curve
+from kvtier.calibration.kept_shares import Budgets, measure_curve
 from kvtier.calibration.keys import policy_digest
 from kvtier.calibration.measuring import curve_samples
 from kvtier.config import Settings
 from kvtier.heads.model.config import model_name, weights_revision
+from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import load_profile
 from kvtier.retention.rules import locality_rule, scorer_of
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "kvtier-demo"
 
 
-def test_the_stored_curve_is_the_one_that_a_server_with_default_settings_asks_for(monkeypatch):
+def test_a_server_with_default_settings_asks_for_the_stored_curve_by_which_dense_text_keeps_more(
+    monkeypatch,
+):
     monkeypatch.chdir(MODEL)  # no kvtier.toml is there
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
     policy = policy_digest(profile, locality_rule(settings), scorer_of(settings))
     revision = weights_revision(str(MODEL))
-    load_curve(MODEL / "curve.json").check_fits(model_name(str(MODEL)), revision, policy, "float32")
-
-
-def test_dense_contexts_keep_clearly_more_than_filler():
     curve = load_curve(MODEL / "curve.json")
+    curve.check_fits(model_name(str(MODEL)), revision, policy, "float32")
     filler, dense = (curve.retention(0.95, nll) for nll in (1.73, 3.82))
     assert filler < 0.2
     assert dense > 0.5
@@ -40,18 +41,10 @@ def test_dense_contexts_keep_clearly_more_than_filler():
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "contexts"), [(4096, 8 if THOROUGH else 4), (8192, 4)])
 def test_the_curve_predicts_contexts_of_another_seed_and_another_length(length, contexts):
-    pytest.importorskip("transformers")
-    from kvtier.calibration.kept_shares import EqualBudgets, measure_curve
-    from kvtier.heads.model.loading import load_model
-    from kvtier.heads.probes.context import HeadProbe
-
     settings, profile = Settings(), load_profile(MODEL / "head_profile.json")
+    model, scorer = load_model(str(MODEL)), scorer_of(settings)
     measured = measure_curve(
-        EqualBudgets(
-            HeadProbe(load_model(str(MODEL)), locality_rule(settings)),
-            profile,
-            scorer_of(settings),
-        ),
+        Budgets(model, locality_rule(settings), scorer, profile),
         curve_samples(str(MODEL), [length], contexts, seed=1),
     )
     # Few contexts: what 24 and 10 of them give is in the model card, at most 0.078.

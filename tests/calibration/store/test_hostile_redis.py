@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
+from calibration_samples import MODEL, POLICY, REVISION, curve_document
 from hostile_server import (
     HUGE_BYTES,
     POLL_S,
@@ -22,18 +22,15 @@ from hostile_server import (
     hostile_server,
     says_nothing,
 )
-from test_redis_tls import write_certificates
+from tls_redis import write_certificates
 from waiting import SAFETY_S
 
 from kvtier.calibration.keys import curve_key
-from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
-from kvtier.calibration.store.watcher import CalibrationWatcher, Served
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
 KEY = curve_key(MODEL, REVISION, POLICY)
 TIMEOUT_S = 0.15
-SERVED = Served(MODEL, REVISION, POLICY, DTYPE)
 
 GARBAGE = [
     b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -59,33 +56,27 @@ def opened(url: str) -> RedisStore:
     return RedisStore(url, timeout_s=TIMEOUT_S, ttl_s=1000)
 
 
-@pytest.fixture(params=["tcp", "unix"])
-def unix_path(request):
-    """Yield where a server listens: None for TCP; a socket's path must be short."""
-    if request.param == "tcp":
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="kvh") as folder:
-        yield Path(folder) / "s"
+CALLS = {
+    "get": lambda store: store.get(KEY),
+    "put": lambda store: store.put(curve_document()),
+    "delete": lambda store: store.delete(KEY),
+    "list": lambda store: store.list(),
+}
 
 
-CALLS = [
-    ("get", lambda store: store.get(KEY)),
-    ("put", lambda store: store.put(curve_document())),
-    ("delete", lambda store: store.delete(KEY)),
-    ("list", lambda store: store.list()),
-]
-
-
-@pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[name for name, _ in CALLS])
+@pytest.mark.parametrize(
+    ("call", "socket_name"), [("get", None), ("get", "s"), ("put", None), ("list", None)]
+)
 @pytest.mark.parametrize("answer", HANGING, ids=lambda answer: answer.__name__)
-def test_however_slowly_it_answers_a_call_ends_by_its_deadline(answer, call, unix_path):
+def test_however_slowly_it_answers_a_call_ends_by_its_deadline(answer, call, socket_name):
+    """socket_name: of a unix socket, whose path must be short; None for TCP."""
     with (
-        hostile_server(answer, unix_path) as url,
+        tempfile.TemporaryDirectory(prefix="kvh") as folder,
+        hostile_server(answer, socket_name and Path(folder) / socket_name) as url,
         opened(url) as store,
         pytest.raises(StoreUnavailableError, match="TimeoutError"),
     ):
-        call(store)
+        CALLS[call](store)
 
 
 def test_a_scan_that_never_ends_ends_by_the_deadline_of_a_list():
@@ -139,19 +130,9 @@ def test_a_name_server_that_does_not_answer_holds_no_caller_up(monkeypatch):
         answered.set()
 
 
-@pytest.mark.parametrize("answer", [says_nothing, drips_its_handshake], ids=["silent", "drips"])
-def test_a_tls_handshake_is_within_the_deadline(answer):
-    with (
-        hostile_server(answer) as url,
-        opened(url.replace("redis://", "rediss://")) as store,
-        pytest.raises(StoreUnavailableError),
-    ):
-        store.get(KEY)
-
-
 def over_tls(answer, folder: Path):
     """`answer` behind a TLS handshake, with the certificate of 127.0.0.1 in `folder`."""
-    write_certificates(folder, ["127.0.0.1"])
+    write_certificates(folder)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(folder / "server.pem", folder / "server.key")
 
@@ -165,42 +146,53 @@ def over_tls(answer, folder: Path):
     return wrapped
 
 
-@pytest.mark.parametrize("reply", [None, b"$abc\r\n"], ids=["drips", "garbage"])
-def test_the_deadline_holds_behind_tls(reply, tmp_path):
-    answer = over_tls(drips_its_reply if reply is None else answering(reply), tmp_path)
+def over_tls_at(url: str, folder: Path | None, timeout_s: float = SAFETY_S) -> RedisStore:
+    """folder: of the authority that is trusted; None: the system's."""
+    ca = None if folder is None else folder / "ca.pem"
+    encrypted = url.replace("redis://", "rediss://")
+    return RedisStore(encrypted, ca_certs=ca, timeout_s=timeout_s, ttl_s=9)
+
+
+def test_the_deadline_holds_in_a_tls_handshake_and_behind_it(tmp_path):
     with (
-        hostile_server(answer) as url,
-        RedisStore(
-            url.replace("redis://", "rediss://"),
-            ca_certs=tmp_path / "ca.pem",
-            timeout_s=TIMEOUT_S,
-            ttl_s=9,
-        ) as store,
+        hostile_server(drips_its_handshake) as url,
+        over_tls_at(url, None, TIMEOUT_S) as store,
+        pytest.raises(StoreUnavailableError),
     ):
-        expected = "TimeoutError" if reply is None else "not Redis's protocol"
-        with pytest.raises(StoreUnavailableError, match=expected):
+        store.get(KEY)
+    for answer, expected in (
+        (drips_its_reply, "TimeoutError"),
+        (answering(b"$abc\r\n"), "not Redis's protocol"),
+    ):
+        with (
+            hostile_server(over_tls(answer, tmp_path)) as url,
+            over_tls_at(url, tmp_path, TIMEOUT_S) as store,
+            pytest.raises(StoreUnavailableError, match=expected),
+        ):
             store.get(KEY)
 
 
-def test_what_behaves_behind_tls_is_read(tmp_path):
+def test_only_the_right_authority_and_host_are_trusted(tmp_path):
     document = curve_document().to_json().encode()
     answer = over_tls(answering(b"$%d\r\n%s\r\n" % (len(document), document)), tmp_path)
-    options = {"ca_certs": tmp_path / "ca.pem", "timeout_s": SAFETY_S, "ttl_s": 9}
-    with (
-        hostile_server(answer) as url,
-        RedisStore(url.replace("redis://", "rediss://"), **options) as store,
-    ):
-        assert store.get(KEY).key == KEY
-        other = url.replace("redis://127.0.0.1", "rediss://localhost")
-        with RedisStore(other, **options) as store, pytest.raises(StoreUnavailableError) as caught:
-            store.get(KEY)
-        assert "certificate verify failed" in str(caught.value).lower()
+    write_certificates(tmp_path / "other")
+    with hostile_server(answer) as url:
+        with over_tls_at(url, tmp_path) as store:
+            assert store.get(KEY).key == KEY
+        for asked, trusted in (
+            (url.replace("127.0.0.1", "localhost"), tmp_path),
+            (url, tmp_path / "other"),
+            (url, None),
+        ):
+            wrong = pytest.raises(StoreUnavailableError, match=r"(?i)certificate verify failed")
+            with over_tls_at(asked, trusted) as store, wrong:
+                store.get(KEY)
 
 
-def test_a_huge_value_is_given_up_long_before_it_is_all_here(unix_path):
+def test_a_huge_value_is_given_up_long_before_it_is_all_here():
     huge = SendsAHugeString()
     with (
-        hostile_server(huge, unix_path) as url,
+        hostile_server(huge) as url,
         RedisStore(url, timeout_s=SAFETY_S, ttl_s=9) as store,
         pytest.raises(CalibrationDocumentError, match=f"{POLICY}: .*1048576 bytes"),
     ):
@@ -219,42 +211,16 @@ def test_a_list_of_endless_length_is_given_up():
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_a_typed_error_of_every_call(garbage, unix_path):
-    for _, call in CALLS:
+def test_garbage_is_a_typed_error_of_every_call_and_never_a_document(garbage):
+    typed = StoreUnavailableError, CalibrationDocumentError
+    for name, call in CALLS.items():
         with (
-            hostile_server(answering(garbage), unix_path) as url,
+            hostile_server(answering(garbage)) as url,
             opened(url) as store,
             # `:5` is a fine answer to DEL, and so is silence after it.
-            suppress(StoreUnavailableError, CalibrationDocumentError),
+            pytest.raises(typed) if name == "get" else suppress(*typed),
         ):
             call(store)
-
-
-@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_never_a_document(garbage):
-    wrong = pytest.raises((StoreUnavailableError, CalibrationDocumentError))
-    with hostile_server(answering(garbage)) as url, opened(url) as store, wrong:
-        store.get(KEY)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [*HANGING, SendsAHugeString(), *(answering(garbage) for garbage in GARBAGE)],
-    ids=["silent", "drips_at_once", "drips", "huge", *map(str, range(len(GARBAGE)))],
-)
-def test_a_watcher_falls_back_to_its_local_copy_and_never_to_an_exception(answer, tmp_path, caplog):
-    """The watcher has the time-out of its own tests: the first poll is over soon, whatever it
-    meets."""
-    local, known = LocalCopy(tmp_path), curve_document()
-    local.save(known)
-    with hostile_server(answer) as url:
-        watcher = CalibrationWatcher(opened(url), SERVED, local=local, poll_s=60)
-        try:
-            assert watcher.wait_first_poll(SAFETY_S)
-            assert watcher.curve() == known
-            assert watcher.counters["unexpected"] == 0, caplog.text
-        finally:
-            watcher.close()
 
 
 def test_deadlines_of_several_threads_do_not_mix(server):

@@ -1,4 +1,4 @@
-"""Two live servers and one `kvtier calibrate` share a real Redis that is killed under load."""
+"""A live server and `kvtier calibrate` share a real Redis that is killed under load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from calibration_samples import curve_document
 from live_server import free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
 from redis_server import RedisServer, redis_server
-from test_redis_tls import PASSWORD, tls_binary, tls_server
+from tls_redis import needs_tls_binary, tls_binary, write_certificates
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import CurveDocument
@@ -29,63 +29,74 @@ from kvtier.config import load_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "kvtier-demo"
-PROFILE = MODEL / "head_profile.json"
 PAUSE_S = 0.2
 PROMPT_TOKENS, SINK, RECENT = 600, 16, 32
 QUALITY = 0.9
+PASSWORD = "s3cr3t"
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @contextmanager
-def persistent_redis(folder: Path, *, tls: bool) -> Iterator[tuple[RedisServer, dict[str, str]]]:
-    """A Redis that keeps its data when it is killed, and the settings that reach it."""
+def persistent_redis(folder: Path) -> Iterator[tuple[RedisServer, dict[str, str]]]:
+    """A Redis that keeps its data when it is killed, and the settings that reach it: by TLS where
+    there is a redis-server that has it; nothing else differs."""
     durable = ("--appendonly", "yes", "--appendfsync", "always")
-    if not tls:
+    if tls_binary() is None and os.environ.get("KVTIER_REQUIRE_TLS_REDIS") != "1":
         with redis_server(*durable) as server:
             yield server, {"KVTIER_REDIS_URL": server.url}
         return
-    # The user is on the command line, because a killed server forgets users that were added later.
-    user = ("--user", "ada", "on", f">{PASSWORD}", "~*", "+@all")
-    with tls_server(folder, "no", *durable, *user) as (server, port):
+    write_certificates(folder)
+    port = free_port()
+    options = [
+        *("--tls-port", str(port), "--bind", "127.0.0.1", "--tls-auth-clients", "no"),
+        *("--tls-cert-file", str(folder / "server.pem")),
+        *("--tls-key-file", str(folder / "server.key")),
+        *("--tls-ca-cert-file", str(folder / "ca.pem")),
+        # On the command line, because a killed server forgets users that were added later.
+        *("--user", "ada", "on", f">{PASSWORD}", "~*", "+@all"),
+    ]
+    with redis_server(*durable, *options, binary=needs_tls_binary()) as server:
         url = f"rediss://ada:{PASSWORD}@127.0.0.1:{port}/0"
         yield server, {"KVTIER_REDIS_URL": url, "KVTIER_REDIS_CA": str(folder / "ca.pem")}
 
 
-def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def asked(url: str, body: dict[str, Any] | None = None) -> bytes:
+    """Return what a server answers: to a request with a body, or to one for a page."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-        return json.loads(answer.read())
+        return answer.read()
 
 
-def retention(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{url}/server_info", timeout=SAFETY_S) as answer:
-        return json.loads(answer.read())["internal_states"][0]["kvtier"]["retention"]
+def status(url: str) -> dict[str, Any]:
+    internal = json.loads(asked(f"{url}/server_info"))["internal_states"]
+    return internal[0]["kvtier"]["retention"]
+
+
+def newest(url: str) -> dict[str, Any]:
+    return status(url)["recent"][-1]
 
 
 class Load:
-    """Requests over fresh contexts, one after another, to one server until stopped."""
+    """Requests over fresh contexts, one after another, until stopped."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        self.url, self.rng = url, random.Random(seed)
+    def __init__(self, url: str) -> None:
+        self.url, self.rng = url, random.Random(0)
         self.done, self.failures = 0, []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
-        prompt = [self.rng.randrange(136, 384) for _ in range(PROMPT_TOKENS)]
-        params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        answer = post(f"{self.url}/generate", {"input_ids": prompt, "sampling_params": params})
-        assert answer["meta_info"]["completion_tokens"] == 2
-        self.done += 1
-
     def _run(self) -> None:
+        params = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
         while not self._stopping.is_set():
+            prompt = [self.rng.randrange(136, 384) for _ in range(PROMPT_TOKENS)]
             try:
-                self.ask()
+                body = {"input_ids": prompt, "sampling_params": params}
+                answer = json.loads(asked(f"{self.url}/generate", body))
+                assert answer["meta_info"]["completion_tokens"] == 2
+                self.done += 1
             except Exception as error:
                 self.failures.append(repr(error))
             self._stopping.wait(PAUSE_S)
@@ -96,16 +107,12 @@ class Load:
 
 
 def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monkeypatch):
-    # The store is reached by TLS where there is a redis-server that has it; nothing else differs.
-    tls = tls_binary() is not None or os.environ.get("KVTIER_REQUIRE_TLS_REDIS") == "1"
-    folder = tmp_path / "c"
-    folder.mkdir()
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
-        redis, reach = stack.enter_context(persistent_redis(folder, tls=tls))
+        redis, reach = stack.enter_context(persistent_redis(tmp_path / "c"))
         environment = {
             **reach,
-            "KVTIER_HEAD_PROFILE": str(PROFILE),
+            "KVTIER_HEAD_PROFILE": str(MODEL / "head_profile.json"),
             "KVTIER_LOCALITY_SINK_TOKENS": str(SINK),
             "KVTIER_LOCALITY_RECENT_TOKENS": str(RECENT),
             "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": "16",
@@ -115,49 +122,45 @@ def test_a_killed_redis_costs_no_request_and_the_curve_comes_back(tmp_path, monk
         }
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        urls = [stack.enter_context(a_server(tmp_path / f"{name}.log")) for name in "ab"]
-        loads = [Load(url, seed) for seed, url in enumerate(urls)]
-        stack.callback(lambda: [load.stop() for load in loads])
+        url = stack.enter_context(a_server(tmp_path / "log"))
+        load = Load(url)
+        stack.callback(load.stop)
 
-        wait_for(lambda: all("no-curve" in reasons(url) for url in urls), "a turn without a curve")
+        wait_for(lambda: "no-curve" in status(url)["reasons"], "a turn without a curve")
         calibrate(tmp_path / "out")
-        wait_for(lambda: all("quality" in reasons(url) for url in urls), "the curve in both")
+        wait_for(lambda: "quality" in status(url)["reasons"], "the curve")
 
         redis.process.kill()
         redis.process.wait()
-        wait_for(lambda: all(counts(url)["unavailable"] > 0 for url in urls), "the outage noticed")
-        before = [load.done for load in loads]
-        wait_for(lambda: all(x.done > n for x, n in zip(loads, before, strict=True)), "serving on")
-        assert all(newest(url)["reason"] == "quality" for url in urls), "by the last known curve"
+        wait_for(lambda: status(url)["calibration"]["unavailable"] > 0, "the outage noticed")
+        before = load.done
+        wait_for(lambda: load.done > before, "serving on")
+        assert newest(url)["reason"] == "quality", "by the last known curve"
 
         redis.socket.unlink(missing_ok=True)
         redis.start()
         changed = change_curve()
-        wait_for(
-            lambda: all(
-                abs(newest(url)["retention"] - share_kept(changed, newest(url)["nll"])) < 0.01
-                for url in urls
-            ),
-            "a changed curve in both servers without a restart",
-        )
-        for load in loads:
-            load.stop()
-        scraped = [metrics(url) for url in urls]
-    assert [load.failures for load in loads] == [[], []]
-    assert all(load.done >= 10 for load in loads)
-    logs = (tmp_path / "a.log").read_text() + (tmp_path / "b.log").read_text()
-    assert PASSWORD not in logs
-    for url_metrics in scraped:
-        assert url_metrics['turns_total{reason="quality"}'] >= 5
-        assert url_metrics['turns_total{reason="no-curve"}'] >= 1
-        assert url_metrics['calibration_events_total{event="unavailable"}'] >= 1
-        assert url_metrics["quality_target"] == QUALITY
-        turns = sum(v for k, v in url_metrics.items() if k.startswith("turns_total"))
-        assert url_metrics["retained_share_count"] == turns
-        assert 0 < url_metrics["retained_tokens_total"] < url_metrics["prompt_tokens_total"]
-        # A prompt that begins as another did adds a little less.
-        assert url_metrics["prompt_tokens_total"] == pytest.approx(turns * PROMPT_TOKENS, rel=0.02)
-        assert url_metrics["predicted_quality_count"] >= 5
+
+        def goes_by_it() -> bool:
+            turn = newest(url)
+            return abs(turn["retention"] - share_kept(changed, turn["nll"])) < 0.01
+
+        wait_for(goes_by_it, "a changed curve without a restart")
+        load.stop()
+        found = metrics(url)
+    assert load.failures == []
+    assert load.done >= 10
+    assert PASSWORD not in (tmp_path / "log").read_text()
+    assert found['turns_total{reason="quality"}'] >= 5
+    assert found['turns_total{reason="no-curve"}'] >= 1
+    assert found['calibration_events_total{event="unavailable"}'] >= 1
+    assert found["quality_target"] == QUALITY
+    turns = sum(v for k, v in found.items() if k.startswith("turns_total"))
+    assert found["retained_share_count"] == turns
+    assert 0 < found["retained_tokens_total"] < found["prompt_tokens_total"]
+    # A prompt that begins as another did adds a little less.
+    assert found["prompt_tokens_total"] == pytest.approx(turns * PROMPT_TOKENS, rel=0.02)
+    assert found["predicted_quality_count"] >= 5
 
 
 def a_server(log: Path):
@@ -165,7 +168,7 @@ def a_server(log: Path):
     command = [
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        # Idle servers poll; three processes share the cores of a small machine here.
+        # Idle servers poll; several processes share the cores of a small machine here.
         *("--max-total-tokens", "8192", "--sleep-on-idle", "--enable-metrics"),
     ]
     return serving(command, port, log=log, cwd=ROOT)
@@ -173,16 +176,11 @@ def a_server(log: Path):
 
 def calibrate(out: Path) -> None:
     """A real calibration, small: one curve over short contexts."""
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "kvtier", "calibrate", "curve", "--model-path", str(MODEL)),
-            *("--len", "1k", "--contexts", "4", "--out", str(out)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=SAFETY_S,
-        cwd=ROOT,
-    )
+    command = [
+        *(sys.executable, "-m", "kvtier", "calibrate", "curve", "--model-path", str(MODEL)),
+        *("--len", "1k", "--contexts", "4", "--out", str(out)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "stored: kvtier:v1:curve:kvtier-demo:" in done.stdout
 
@@ -192,21 +190,11 @@ def change_curve() -> CurveDocument:
     with open_store(load_settings()) as store:
         assert isinstance(store, RedisStore)
         (stored,) = store.list()
-        document = store.get(stored.key)
-        assert isinstance(document, CurveDocument)
         same = {"model", "revision", "policy", "dtype", "nll_min", "nll_max", "retentions"}
-        kept = document.model_dump(include=same)
+        kept = store.get(stored.key).model_dump(include=same)
         changed = curve_document(**kept, alpha=0.0, beta=0.3, power=1.0)
         store.put(changed)
     return changed
-
-
-def reasons(url: str) -> dict[str, int]:
-    return retention(url)["reasons"]
-
-
-def counts(url: str) -> dict[str, int]:
-    return retention(url)["calibration"]
 
 
 def share_kept(curve: CurveDocument, nll: float) -> float:
@@ -218,16 +206,11 @@ def share_kept(curve: CurveDocument, nll: float) -> float:
 
 def metrics(url: str) -> dict[str, float]:
     """kvtier's Prometheus samples by name and labels, `kvtier_` and the model's name left out."""
-    with urllib.request.urlopen(f"{url}/metrics/", timeout=SAFETY_S) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
     found = {}
-    for sample in (sample for family in families for sample in family.samples):
-        if sample.name.startswith("kvtier_") and "le" not in sample.labels:
-            assert sample.labels.pop("model_name") == str(MODEL)
-            labels = "".join(f'{{{name}="{value}"}}' for name, value in sample.labels.items())
-            found[sample.name.removeprefix("kvtier_") + labels] = sample.value
+    for family in text_string_to_metric_families(asked(f"{url}/metrics/").decode()):
+        for sample in family.samples:
+            if sample.name.startswith("kvtier_") and "le" not in sample.labels:
+                assert sample.labels.pop("model_name") == str(MODEL)
+                labels = "".join(f'{{{name}="{value}"}}' for name, value in sample.labels.items())
+                found[sample.name.removeprefix("kvtier_") + labels] = sample.value
     return found
-
-
-def newest(url: str) -> dict[str, Any]:
-    return retention(url)["recent"][-1]

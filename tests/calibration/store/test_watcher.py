@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 
 import pytest
 from calibration_samples import DTYPE, MODEL, POLICY, REVISION, curve_document
@@ -15,7 +14,7 @@ from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.store.directory import LocalCopy
 from kvtier.calibration.store.redis import RedisStore
-from kvtier.calibration.store.watcher import REASONS, CalibrationWatcher, Served, watch
+from kvtier.calibration.store.watcher import CalibrationWatcher, Served, watch
 from kvtier.config import load_settings
 
 SERVED = Served(MODEL, REVISION, POLICY, DTYPE)
@@ -34,9 +33,11 @@ class Bench:
             RedisStore(url or self.server.url, timeout_s=timeout_s, ttl_s=1000)
         )
 
-    def watcher(self, url: str | None = None, timeout_s: float = 0.1) -> CalibrationWatcher:
-        store, local = self.opened(url, timeout_s), LocalCopy(self.local.directory)
-        watcher = CalibrationWatcher(store, SERVED, local=local, poll_s=POLL_S)
+    def watcher(self, store: RedisStore | None = None, **options) -> CalibrationWatcher:
+        local = LocalCopy(self.local.directory)
+        watcher = CalibrationWatcher(
+            store or self.opened(), SERVED, local=local, poll_s=POLL_S, **options
+        )
         self._stack.callback(watcher.close)
         assert watcher.wait_first_poll(SAFETY_S)
         return watcher
@@ -48,37 +49,21 @@ def bench(tmp_path) -> Iterator[Bench]:
         yield Bench(server, tmp_path / "calibration", stack)
 
 
-def test_what_is_stored_is_known_after_the_first_poll(bench):
-    curve = curve_document()
-    bench.store.put(curve)
-    watcher = bench.watcher()
-    assert watcher.curve() == curve
-    assert watcher.counters["changes"] == 1
-    assert set(watcher.counters) == set(REASONS)
-
-
-def test_nothing_stored_is_nothing_known_and_no_failure(bench):
+def test_what_is_stored_is_used_as_soon_as_it_is_there_and_no_longer_than_that(bench):
     watcher = bench.watcher()
     assert watcher.curve() is None
     wait_for(lambda: watcher.counters["polls"] > 3)
-    assert {name: n for name, n in watcher.counters.items() if n and name != "polls"} == {}
-
-
-def test_a_changed_curve_is_used_without_a_restart(bench):
-    bench.store.put(curve_document())
-    watcher = bench.watcher()
+    assert {name for name, n in watcher.counters.items() if n} == {"polls"}
+    first, changed = curve_document(), curve_document(beta=0.0)
+    bench.store.put(first)
+    wait_for(lambda: watcher.curve() == first)
     before = watcher.curve()
-    changed = curve_document(beta=0.0)
     bench.store.put(changed)
     wait_for(lambda: watcher.curve() == changed)
     assert before.beta == -0.1, "what a caller holds never changes"
     assert watcher.counters["changes"] == 2
-
-
-def test_a_deleted_curve_is_used_no_more_nor_after_the_store_goes_down(bench):
-    bench.store.put(curve_document())
-    watcher = bench.watcher()
-    bench.store.delete(curve_document().key)
+    # A deleted one does not come back when the store goes down.
+    bench.store.delete(changed.key)
     wait_for(lambda: watcher.curve() is None)
     bench.server.stop()
     wait_for(lambda: watcher.counters["unavailable"] > 0)
@@ -119,30 +104,18 @@ def test_a_store_that_goes_and_comes_is_logged_once_each_time(bench, caplog):
         wait_for(lambda n=round_: caplog.text.count("store: works again") == n)
 
 
-def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench):
-    curve = curve_document()
+@pytest.mark.parametrize("kind", ["whole", "broken", "of something else"])
+def test_a_store_that_is_down_from_the_start_gives_the_local_copy(bench, caplog, kind):
+    curve = curve_document(**({"dtype": "bfloat16"} if kind == "of something else" else {}))
     bench.local.save(curve)
-    bench.server.stop()
-    watcher = bench.watcher()
-    assert watcher.curve() == curve
-    wait_for(lambda: watcher.counters["unavailable"] > 2)
-    assert watcher.counters["local_copy"] == 1, "read once, not at every poll"
-
-
-def test_a_broken_local_copy_is_a_miss_and_logged_once(bench, caplog):
-    bench.local.save(curve_document())
-    bench.local.path(curve_document().key).write_text('{"half a docu')
+    if kind == "broken":
+        bench.local.path(curve.key).write_text('{"half a docu')
     bench.server.stop()
     watcher = bench.watcher()
     wait_for(lambda: watcher.counters["unavailable"] > 2)
-    assert watcher.curve() is None
-    assert caplog.text.count("is not used") == 1
-
-
-def test_a_local_copy_of_something_else_is_not_used(bench):
-    bench.local.save(curve_document(dtype="bfloat16"))
-    bench.server.stop()
-    assert bench.watcher().curve() is None
+    assert watcher.curve() == (curve if kind == "whole" else None)
+    assert watcher.counters["local_copy"] == (kind == "whole"), "read once, not at every poll"
+    assert caplog.text.count("is not used") == (kind == "broken")
 
 
 @pytest.mark.parametrize(
@@ -169,13 +142,13 @@ def test_a_document_that_may_not_be_used_changes_nothing(bench, caplog, spoil, r
 def test_a_refusal_is_counted_as_one_and_keeps_the_password(bench, caplog):
     url = bench.server.add_user("ada", "s3cr3t", "+@all", "-get", "~*")
     # There may be an outage in between with a short timeout, and two reports.
-    watcher = bench.watcher(url=url, timeout_s=SAFETY_S)
+    watcher = bench.watcher(bench.opened(url, SAFETY_S))
     wait_for(lambda: watcher.counters["refused"] > 1)
     assert caplog.text.count("store: refused") == 1
     assert "s3cr3t" not in caplog.text
 
 
-def test_a_bug_does_not_end_the_thread(bench, monkeypatch, caplog):
+def test_a_bug_does_not_end_the_thread_here_or_in_a_listener(bench, caplog):
     bench.store.put(curve_document())
 
     class Broken(RedisStore):
@@ -186,58 +159,19 @@ def test_a_bug_does_not_end_the_thread(bench, monkeypatch, caplog):
                 raise ZeroDivisionError("a bug")
             return super().get(key)
 
-    store = Broken(bench.server.url, timeout_s=0.1, ttl_s=1)
-    watcher = CalibrationWatcher(store, SERVED, local=bench.local, poll_s=POLL_S)
-    try:
-        wait_for(lambda: watcher.counters["unexpected"] > 3)
-        assert caplog.text.count("ZeroDivisionError: a bug") == 1
-        store.broken = False
-        wait_for(lambda: watcher.curve() is not None)
-    finally:
-        watcher.close()
-
-
-def test_a_listener_that_fails_ends_neither_thread_nor_counting(bench, caplog):
     def full_disk(event: str) -> None:
         raise OSError(event)
 
-    watcher = CalibrationWatcher(
-        bench.opened(), SERVED, local=bench.local, poll_s=POLL_S, on_event=full_disk
-    )
-    try:
-        wait_for(lambda: watcher.counters["polls"] >= 3)
-    finally:
-        watcher.close()
+    store = Broken(bench.server.url, timeout_s=0.1, ttl_s=1)
+    watcher = bench.watcher(store, on_event=full_disk)
+    wait_for(lambda: watcher.counters["unexpected"] > 3)
+    assert caplog.text.count("ZeroDivisionError: a bug") == 1
+    store.broken = False
+    wait_for(lambda: watcher.curve() is not None)
     assert caplog.text.count("the listener to calibration events failed") == 1
 
 
-def test_a_store_that_is_down_is_asked_less_and_less(bench):
-    bench.server.stop()
-    watcher = bench.watcher()
-    wait, pauses_s = watcher._stopping.wait, []
-
-    def noted(pause_s: float) -> bool:
-        pauses_s.append(pause_s)
-        return wait(pause_s)
-
-    watcher._stopping.wait = noted
-    wait_for(lambda: len(pauses_s) >= 4)
-    # Doubled, give or take a tenth of both.
-    assert all(later > 1.5 * before for before, later in pairwise(pauses_s[:4]))
-
-
-def test_closing_ends_the_thread_and_may_be_repeated(bench):
-    watcher = bench.watcher()
-    assert any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
-    watcher.close()
-    watcher.close()
-    polls = watcher.counters["polls"]
-    assert not any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
-    assert watcher.counters["polls"] == polls
-    assert watcher.curve() is None
-
-
-def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
+def test_the_settings_are_enough_to_watch_and_closing_ends_it(bench, monkeypatch, tmp_path):
     monkeypatch.setenv("KVTIER_REDIS_URL", bench.server.url)
     monkeypatch.setenv("KVTIER_CALIBRATION_POLL_S", str(POLL_S))
     bench.store.put(curve_document())
@@ -246,8 +180,11 @@ def test_the_settings_are_enough_to_watch(bench, monkeypatch, tmp_path):
         assert watcher.wait_first_poll(SAFETY_S)
         assert watcher.curve() is not None
         assert len(list((tmp_path / "data" / "copies").rglob("curve:*.json"))) == 1
+        assert any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
     finally:
         watcher.close()
+    watcher.close()
+    assert not any(thread.name == "kvtier-calibration" for thread in threading.enumerate())
 
 
 def test_a_local_copy_that_cannot_be_written_is_logged_once(tmp_path, caplog):

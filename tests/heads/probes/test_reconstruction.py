@@ -31,7 +31,7 @@ Kind = tuple[str, dict[str, Any], set[int]]
 # Architecture, what else it has, its layers with a window.
 PLAIN, WINDOWED = ("Llama", {}, set[int]()), ("Gemma3", WINDOWS, {0, 2})
 SINKS = ("GptOss", WINDOWS, {0, 2})
-KINDS = [(512, PLAIN), (3, PLAIN), (3, WINDOWED), (3, SINKS)]
+KINDS = [(512, PLAIN), (3, WINDOWED), (3, SINKS)]
 
 
 def drawn_of(model: Any, ids: list[int], windowed: set[int]) -> torch.Tensor:

@@ -21,6 +21,7 @@ from kvtier.synthetic.recall import DEFAULT_LANGUAGE
 
 @pytest.mark.parametrize("task", RECALL_TASKS)
 def test_recall_answers_stand_in_the_context(task: str) -> None:
+    """Few codes make answers share their words."""
     sample = recall_sample(np.random.default_rng(0), 2048, task)
     context = DEFAULT_LANGUAGE.decode(sample.context_ids)
     assert len(sample.context_ids) == 2048
@@ -28,14 +29,8 @@ def test_recall_answers_stand_in_the_context(task: str) -> None:
         assert DEFAULT_LANGUAGE.decode(question.answer_ids) in context
         given = question.answer_ids[: question.unscored]
         assert question.prompt_ids[-3:-1] == given, "the name is said by the question already"
-
-
-def test_few_codes_make_answers_share_their_words() -> None:
-    def words(task: str) -> int:
-        sample = recall_sample(np.random.default_rng(0), 2048, task)
-        return len({code for question in sample.questions for code in question.answer_ids[2:]})
-
-    assert words("few-codes") < 50 < words("recall")
+    codes = {code for question in sample.questions for code in question.answer_ids[2:]}
+    assert (len(codes) < 50) == (task == "few-codes")
 
 
 def test_samples_repeat_and_held_out_ones_differ() -> None:
@@ -45,21 +40,19 @@ def test_samples_repeat_and_held_out_ones_differ() -> None:
     held_out = make_samples(recall_sample, RECALL_TASKS, 3, [2560, 4096], seed=5, stream=HELD_OUT)
     contexts = {s.context_ids for s in (*first, *held_out)}
     assert len(contexts) == 12
+    with pytest.raises(UsageError, match="--samples"):
+        make_samples(recall_sample, RECALL_TASKS, 0, [2048], 0)
+    with pytest.raises(SizeError, match="--len"):
+        recall_sample(np.random.default_rng(0), 5, "recall")
 
 
 def test_only_the_recall_language_speaks_recall(tmp_path: Path) -> None:
     assert not speaks_recall(str(tmp_path))
     file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps({"model": {"vocab": dict(DEFAULT_LANGUAGE.ids)}}))
-    assert speaks_recall(str(tmp_path))
-    file.write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
-    assert not speaks_recall(str(tmp_path))
-    file.write_text("[]")
-    assert not speaks_recall(str(tmp_path))
-
-
-def test_errors_name_the_argument() -> None:
-    with pytest.raises(UsageError, match="--samples"):
-        make_samples(recall_sample, RECALL_TASKS, 0, [2048], 0)
-    with pytest.raises(SizeError, match="--len"):
-        recall_sample(np.random.default_rng(0), 5, "recall")
+    for text, speaks in (
+        (json.dumps({"model": {"vocab": dict(DEFAULT_LANGUAGE.ids)}}), True),
+        (json.dumps({"model": {"vocab": {"a": 0}}}), False),
+        ("[]", False),
+    ):
+        file.write_text(text)
+        assert speaks_recall(str(tmp_path)) == speaks

@@ -1,4 +1,5 @@
-"""Calibrations in files: whole or not there, wherever a model's name would lead."""
+"""Every store of calibrations lists, replaces and deletes; documents in files are whole or not
+there, wherever a model's name would lead."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.calibration.keys import curve_key, memory_key
-from kvtier.calibration.store.base import StoredKey
 from kvtier.calibration.store.directory import DirectoryStore, _key_of
 from kvtier.calibration.store.opening import open_store
 from kvtier.config import load_settings
@@ -18,11 +18,25 @@ from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
 
 @pytest.fixture
-def store(tmp_path):
+def files(tmp_path):
     return DirectoryStore(tmp_path / "data" / "calibration")
 
 
-def test_it_is_what_one_gets_without_a_redis(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["files", "store"])
+def test_what_was_put_is_listed_replaced_and_deleted(kind, request):
+    store = request.getfixturevalue(kind)
+    documents = [curve_document(), profile_document(), curve_document(policy="other")]
+    keys = [store.put(document) for document in documents]
+    assert [store.get(key) for key in keys] == documents
+    assert [stored.key for stored in store.list()] == sorted(keys, key=str)
+    store.put(curve_document(r2=0.5))
+    assert store.get(keys[0]).r2 == 0.5
+    assert [store.delete(key) for key in (*keys, keys[0])] == [True, True, True, False]
+    assert store.get(keys[0]) is None
+    assert store.list() == ()
+
+
+def test_files_are_what_one_gets_without_a_redis(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path / "data"))
     document = curve_document()
     with open_store(load_settings()) as store:
@@ -34,23 +48,16 @@ def test_it_is_what_one_gets_without_a_redis(tmp_path, monkeypatch):
         assert store.get(document.key) == document
 
 
-def test_what_was_put_is_listed_replaced_and_deleted(store):
-    documents = [curve_document(), profile_document(), curve_document(policy="other")]
-    keys = sorted((store.put(document) for document in documents), key=str)
-    assert store.list() == tuple(StoredKey(key, None) for key in keys)
-    store.put(curve_document(r2=0.5))
-    assert store.get(curve_document().key).r2 == 0.5
-    assert [store.delete(key) for key in (*keys, keys[0])] == [True, True, True, False]
-    assert store.list() == ()
-
-
-def test_files_of_others_are_not_ours(store):
-    key = store.put(curve_document())
-    folder = store.path(key).parent
+def test_files_of_others_are_not_ours_and_a_damaged_one_is_refused_by_its_key(files):
+    key = files.put(curve_document())
+    folder = files.path(key).parent
     (folder / "notes.json").write_text("{}")
     (folder / "curve:a:b:c.json").write_text("{}")
     (folder / "curve:half.tmp").write_text("{")
-    assert [one.key for one in store.list()] == [key]
+    assert [(one.key, one.ttl_s) for one in files.list()] == [(key, None)]
+    files.path(key).write_text('{"half a docu')
+    with pytest.raises(CalibrationDocumentError, match=r"kvtier:v1:curve"):
+        files.get(key)
 
 
 parts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
@@ -67,22 +74,22 @@ def test_every_key_has_a_place_of_its_own_within_the_directory(tmp_path_factory,
         assert _key_of(path) == key
 
 
-def test_a_reader_never_sees_half_of_a_document(store):
-    key, over = store.put(curve_document(r2=0.0)), threading.Event()
+def test_a_reader_never_sees_half_of_a_document(files):
+    key, over = files.put(curve_document(r2=0.0)), threading.Event()
 
     def write() -> None:
         for number in range(200):
-            store.put(curve_document(r2=number / 1000))
+            files.put(curve_document(r2=number / 1000))
         over.set()
 
     writer = threading.Thread(target=write)
     writer.start()
     seen = []
     while not over.is_set():
-        seen.append(store.get(key).r2)
+        seen.append(files.get(key).r2)
     writer.join()
     assert seen == sorted(seen)
-    assert [path.name for path in store.path(key).parent.iterdir()] == [store.path(key).name]
+    assert [path.name for path in files.path(key).parent.iterdir()] == [files.path(key).name]
 
 
 def test_a_place_that_cannot_be_one_is_named(tmp_path):
@@ -91,10 +98,3 @@ def test_a_place_that_cannot_be_one_is_named(tmp_path):
     assert store.get(curve_document().key) is None
     with pytest.raises(StoreUnavailableError, match="file"):
         store.put(curve_document())
-
-
-def test_a_damaged_document_is_refused_by_its_key(store):
-    key = store.put(curve_document())
-    store.path(key).write_text('{"half a docu')
-    with pytest.raises(CalibrationDocumentError, match=r"kvtier:v1:curve"):
-        store.get(key)
