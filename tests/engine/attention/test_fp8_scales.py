@@ -125,7 +125,7 @@ def test_a_scorer_sees_the_models_numbers(backend):
     slots = BundleAllocator(pool).alloc(40)
     q, k = torch.randn(40, KV_HEADS, GROUP, DIM), torch.randn(40, KV_HEADS, DIM)
     run_pass(backend, [(q, k, k)] * 2, slots, 0)
-    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 2), ()))
+    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 1), ()))
     selection = ProfileSelection(
         pool, scorer, [None, None], profile=profile, most_anchored=2, compensation=True
     )

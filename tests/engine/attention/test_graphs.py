@@ -23,7 +23,7 @@ from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYERS, KV_HEADS, GROUP, DIM = 3, 4, 2, 32
+LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 32
 SLOTS, CONTEXT, REQUESTS = 600, 200, 4
 
 
@@ -167,10 +167,10 @@ def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
     for seed in range(2):
         lengths = begin(recorded, runner, spans, seed)
         assert begin(reference, runner, spans, seed) == lengths
-        for number in range(3):
-            if number == 2:
+        for number in range(2):
+            if number == 1:
                 lengths[1] = 0
-            grow(batch, lengths, 3 * seed + number)
+            grow(batch, lengths, 2 * seed + number)
             for static, new in zip(inputs, some_inputs(number), strict=True):
                 static.copy_(new)
             replay()
