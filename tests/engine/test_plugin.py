@@ -21,7 +21,8 @@ from kvtier.errors import (
     StartupError,
     UsageError,
 )
-from kvtier.heads.profile import ModelShape, full_profile
+from kvtier.heads.model.config import model_shape, read_config
+from kvtier.heads.profile import full_profile
 from kvtier.retention.token_worth import TokenWorth
 from kvtier_sglang import compat, hooks, platform, plugin, serve
 from kvtier_sglang.occupancy import Occupancy
@@ -39,63 +40,61 @@ def server_args(**changes):
     return SimpleNamespace(**{**args, **changes})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("speculative_algorithm", "EAGLE"),
-        ("disaggregation_mode", "prefill"),
-        ("enable_hierarchical_cache", True),
-        ("enable_lmcache", True),
-        ("pp_size", 2),
-        ("attn_cp_size", 2),
-        ("kv_cache_dtype", "mxfp8"),
-        ("decode_attention_backend", "triton"),
-        ("kv_events_config", "{}"),
-        ("disable_radix_cache", True),
-        ("strip_thinking_cache", True),
-        ("radix_eviction_policy", "tlru"),
-        ("enable_unified_cache_external_linker", True),
-        ("enable_pdmux", True),
-        ("enable_two_batch_overlap", True),
-        ("enable_single_batch_overlap", True),
-        ("dllm_algorithm", "LowConfidence"),
-    ],
-)
-def test_an_incompatible_flag_is_refused_by_name(field, value):
-    flag = "--" + field.replace("_", "-")
-    with pytest.raises(IncompatibleFlagError, match=f"^{flag}: expected"):
-        compat.check_server_args(server_args(**{field: value}), load_settings())
+# An argument of SGLang's, and a value that does not go with kvtier.
+INCOMPATIBLE = {
+    "speculative_algorithm": "EAGLE",
+    "disaggregation_mode": "prefill",
+    "enable_hierarchical_cache": True,
+    "enable_lmcache": True,
+    "pp_size": 2,
+    "attn_cp_size": 2,
+    "kv_cache_dtype": "mxfp8",
+    "attention_backend": "triton",
+    "decode_attention_backend": "triton",
+    "kv_events_config": "{}",
+    "disable_radix_cache": True,
+    "strip_thinking_cache": True,
+    "radix_eviction_policy": "tlru",
+    "enable_unified_cache_external_linker": True,
+    "enable_pdmux": True,
+    "enable_two_batch_overlap": True,
+    "enable_single_batch_overlap": True,
+    "dllm_algorithm": "LowConfidence",
+}
+# The words of an error; SGLang's arguments; settings.
+TOGETHER = [
+    *(("--" + name.replace("_", "-"), {name: value}, {}) for name, value in INCOMPATIBLE.items()),
+    ("--tp-size: .*--refresh N", {"tp_size": 2}, {**TIERED, "refresh": "8"}),
+    (
+        "--tp-size: .*--refresh-by near-data",
+        {"tp_size": 2},
+        {**TIERED, "refresh": "turn", "refresh_by": "near-data"},
+    ),
+    ("--tp-size: .*--enable-dp-attention", {"tp_size": 2, "enable_dp_attention": True}, {}),
+    # The demo model has four KV heads: each of so many ranks would score but a part of one's
+    # queries.
+    ("--tp-size: .*retention", {"tp_size": 8}, {"retention": 0.3}),
+    ("--kept-dtype: .*heads that do not compete", {}, {"kept_dtype": "int4"}),
+    ("--kept-dtype: .*fp8", {"kv_cache_dtype": "fp8_e4m3"}, {"kept_dtype": "int4"}),
+    ("--enable-mixed-chunk", {"enable_mixed_chunk": True}, {**TIERED, "refresh": "8"}),
+    ("--enable-mixed-chunk", {"enable_mixed_chunk": True}, {"memory": "folder"}),
+    ("--enable-torch-compile", {"enable_torch_compile": True, "device": "cpu"}, {}),
+]
 
 
-@pytest.mark.parametrize(
-    ("other", "settings", "flags"),
-    [
-        ("--refresh N", {**TIERED, "refresh": "8"}, {}),
-        ("--refresh-by near-data", {**TIERED, "refresh": "turn", "refresh_by": "near-data"}, {}),
-        ("--enable-dp-attention", {}, {"enable_dp_attention": True}),
-        ("retention", {"retention": 0.3}, {"tp_size": 8}),
-    ],
-)
-def test_what_ranks_cannot_do_together_is_refused(other, settings, flags):
-    """Eight ranks for the demo model's four KV heads: each would score but a part of a head's
-    queries."""
+@pytest.mark.parametrize(("said", "flags", "settings"), TOGETHER)
+def test_what_does_not_go_together_is_refused_by_name(said, flags, settings):
+    with pytest.raises(IncompatibleFlagError, match=f"^{said}"):
+        compat.check_server_args(server_args(**flags), load_settings(**settings))
+
+
+def test_what_goes_together_is_taken(monkeypatch):
     compat.check_server_args(server_args(tp_size=2), load_settings())
-    arguments = server_args(**{"tp_size": 2, **flags})
-    with pytest.raises(IncompatibleFlagError, match=f"^--tp-size: expected .*{other}"):
-        compat.check_server_args(arguments, load_settings(**settings))
-
-
-@pytest.mark.parametrize(
-    ("other", "settings", "flags"),
-    [
-        ("heads that do not compete", {}, {}),
-        ("--kv-cache-dtype fp8", {}, {"kv_cache_dtype": "fp8_e4m3"}),
-    ],
-)
-def test_codes_are_refused_where_nothing_could_be_coded(other, settings, flags):
-    settings = load_settings(kept_dtype="int4", **settings)
-    with pytest.raises(IncompatibleFlagError, match=f"^--kept-dtype: expected none .*{other}"):
-        compat.check_server_args(server_args(**flags), settings)
+    compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
+    # On a GPU alone.
+    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
+    compiled = server_args(enable_torch_compile=True, device="cpu")
+    compat.check_server_args(compiled, load_settings(kernels="reference"))
 
 
 def test_codes_are_refused_by_kernels_that_read_none(monkeypatch):
@@ -104,31 +103,27 @@ def test_codes_are_refused_by_kernels_that_read_none(monkeypatch):
         compat.check_server_args(server_args(), load_settings(kept_dtype="int4"))
 
 
-@pytest.mark.parametrize("settings", [{**TIERED, "refresh": "8"}, {"memory": "folder"}])
-def test_mixed_chunks_are_refused_with_what_tells_prompts_from_answers(settings):
-    compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
-    with pytest.raises(IncompatibleFlagError, match=r"^--enable-mixed-chunk: expected"):
-        compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings(**settings))
-
-
 def test_a_bad_flag_of_kvtiers_is_refused_before_sglang_sees_any():
     with pytest.raises(ConfigurationError, match=r"^--tier-span-tokens: expected"):
         serve.main(["--model-path", str(DEMO_MODEL), "--tier-span-tokens", "1"])
 
 
-def test_unknown_kernels_are_refused_before_any_model_loads():
-    listed = "^kernels: expected one of auto, flashinfer, reference, triton, got 'magic'"
-    with pytest.raises(ConfigurationError, match=listed):
-        compat.check_server_args(server_args(), load_settings(kernels="magic"))
-
-
-def test_kernels_that_cannot_run_here_are_refused_with_what_they_need(monkeypatch):
+@pytest.mark.parametrize(
+    ("kernels", "said"),
+    [
+        ("magic", "expected one of auto, flashinfer, reference, triton, got 'magic'"),
+        (
+            "flashinfer",
+            "expected a backend that can run here, got .*'flashinfer' needs a CUDA device",
+        ),
+    ],
+)
+def test_kernels_that_cannot_run_here_are_refused_before_any_model_loads(
+    monkeypatch, kernels, said
+):
     monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: False)
-    needed = (
-        "^kernels: expected a backend that can run here, got .*'flashinfer' needs a CUDA device"
-    )
-    with pytest.raises(ConfigurationError, match=needed):
-        compat.check_server_args(server_args(), load_settings(kernels="flashinfer"))
+    with pytest.raises(ConfigurationError, match=f"^kernels: {said}"):
+        compat.check_server_args(server_args(), load_settings(kernels=kernels))
 
 
 REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
@@ -239,45 +234,25 @@ def test_every_guarded_flag_exists_in_this_sglang():
     assert set(compat._RULES) <= fields
 
 
-def test_compiling_is_refused_on_a_cpu_only(monkeypatch):
-    arguments = server_args(enable_torch_compile=True, device="cpu")
-    with pytest.raises(IncompatibleFlagError, match=r"^--enable-torch-compile: expected"):
-        compat.check_server_args(arguments, load_settings())
-    monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
-    compat.check_server_args(arguments, load_settings(kernels="reference"))
+OF_SGLANGS = {"attention_backend": "triton", "radix_cache_backend": None}
 
 
-def test_kvtiers_tree_needs_kvtiers_attention():
-    with pytest.raises(IncompatibleFlagError, match="--attention-backend"):
-        compat.check_server_args(server_args(attention_backend="triton"), load_settings())
-
-
-def test_a_server_that_does_not_use_kvtier_is_left_alone():
-    args = server_args(attention_backend="triton", radix_cache_backend=None, page_size=64)
+@pytest.mark.parametrize(("asked", "other"), [(1, {}), (32, {}), (None, {}), (64, OF_SGLANGS)])
+def test_sglang_counts_tokens_whatever_page_size_is_asked_for(asked, other):
+    """A server that does not use kvtier is left alone."""
+    args = server_args(page_size=asked, **other)
     hooks.check_flags(args)
-    assert args.page_size == 64
+    assert args.page_size in ((asked,) if other else (None, 1))
 
 
-@pytest.mark.parametrize("asked", [None, 1, 16, 32, 64])
-def test_whatever_page_size_is_asked_for_sglang_counts_tokens(asked):
-    args = server_args(page_size=asked)
-    hooks.check_flags(args)
-    assert args.page_size in (None, 1)
-
-
-def test_a_profile_of_another_shape_is_refused(tmp_path):
-    shape = ModelShape(num_layers=5, num_kv_heads=4, num_attention_heads=8, head_dim=32)
-    full_profile(shape).save(tmp_path / "p.json")
-    with pytest.raises(HeadProfileMismatchError, match="head_profile"):
-        compat.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
-
-
-def test_a_profile_of_other_weights_is_refused(tmp_path):
-    from kvtier.heads.model.config import model_shape, read_config
-
-    profile = full_profile(model_shape(read_config(str(DEMO_MODEL))))
-    profile.model_copy(update={"revision": "0" * 16}).save(tmp_path / "p.json")
-    with pytest.raises(HeadProfileMismatchError, match="revision"):
+@pytest.mark.parametrize("made_for", ["ModelShape", "revision"])
+def test_a_profile_of_another_model_is_refused(tmp_path, made_for):
+    shape = model_shape(read_config(str(DEMO_MODEL)))
+    if made_for == "ModelShape":
+        shape = shape.model_copy(update={"num_layers": 5})
+    profile = full_profile(shape).model_copy(update={"revision": "0" * 16})
+    profile.save(tmp_path / "p.json")
+    with pytest.raises(HeadProfileMismatchError, match=f"^head_profile: made for {made_for}"):
         compat.check_server_args(server_args(), load_settings(head_profile=tmp_path / "p.json"))
 
 

@@ -7,7 +7,9 @@ prefix, so that any entry found under the wrong prefix is noticed.
 
 from __future__ import annotations
 
+import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from packed_checks import CODED_UNIT, SHAPE, AnyOrder, check_packed
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
+    EvictParams,
     InitLoadBackParams,
     MatchPrefixParams,
     MatchResult,
@@ -343,6 +346,54 @@ def run_turn(
     s.release(request, checkpoint=True)
     s.check()
     return request
+
+
+def random_life(
+    s: MiniScheduler,
+    rng: random.Random,
+    history: list[list[int]],
+    prompt: Callable[[], list[int]],
+    most: int,
+    *,
+    flushes: bool = False,
+) -> None:
+    """500 random operations: arrivals, chunks, decodes, ends, aborts, evictions and, where asked
+    for, flushes; every invariant after each of them, and all slots back in the end.
+
+    history: of contexts that ended, to which those that end are added. prompt: makes one. most:
+    tokens that are computed or evicted at once.
+    """
+    for _ in range(500):
+        operation = rng.random()
+        if operation < 0.3 or not s.running:
+            s.admit(prompt())
+        elif operation < 0.6:
+            request = rng.choice(s.running)
+            if s.extend(request, rng.randrange(1, most)):
+                s.checkpoint(request)
+        elif operation < 0.75:
+            request = rng.choice(s.running)
+            if request.filled == len(request.full_untruncated_fill_ids):
+                s.decode(request, rng.randrange(3))
+        elif operation < 0.93:
+            request = rng.choice(s.running)
+            complete = request.filled == len(request.full_untruncated_fill_ids)
+            s.release(request, checkpoint=complete, aborted=rng.random() < 0.5)
+            if complete:
+                history.append(list(request.full_untruncated_fill_ids))
+        elif operation < 0.98 or not flushes:
+            s.tree.evict(EvictParams(num_tokens=rng.randrange(1, most)))
+        else:
+            while s.running:
+                s.release(s.running[0], checkpoint=False)
+            s.tree.reset()
+            s.allocator.clear()
+        s.check()
+    while s.running:
+        s.release(s.running[0], checkpoint=False)
+    s.tree.evict(EvictParams(num_tokens=10_000))
+    s.check()
+    assert s.allocator.available_size() == s.allocator.size
 
 
 def matched(s: MiniScheduler, tokens: list[int]) -> int:

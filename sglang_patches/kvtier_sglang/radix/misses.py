@@ -329,4 +329,4 @@ def arrival(req: Any) -> float:
     return time.time() - (time.perf_counter() - noted if noted else 0.0)
 
 
-__all__ = ["REASONS", "Account", "Misses", "Part", "Span", "split"]
+__all__ = ["REASONS", "Account", "Misses"]

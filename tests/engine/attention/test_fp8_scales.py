@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from test_graphs import DIM, GROUP, KV_HEADS, a_layer
 
 from kvtier.config import load_settings
 from kvtier.errors import StartupError
@@ -18,9 +19,8 @@ from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.compression.selection import ProfileSelection
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
-from kvtier_sglang.pool.scales import KvScales, LayerScales
+from kvtier_sglang.pool.scales import KvScales
 
-KV_HEADS, GROUP, DIM = 3, 2, 32
 SHAPE = ModelShape(
     num_layers=2, num_kv_heads=KV_HEADS, num_attention_heads=KV_HEADS * GROUP, head_dim=DIM
 )
@@ -33,11 +33,6 @@ SCALES = (
 FP8 = torch.float8_e4m3fn
 
 
-def test_scales_are_found_where_sglang_has_them():
-    scales = KvScales([*SCALES, None, SimpleNamespace(k_scale=None, k_scale_float=None)])
-    assert scales.all() == [LayerScales(0.03, 7.0), LayerScales(0.5, 1.0), *[LayerScales()] * 2]
-
-
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_that_is_no_positive_number_is_refused(bad, monkeypatch):
     layers = {0: SimpleNamespace(k_scale=1.0, v_scale=bad)}
@@ -45,7 +40,7 @@ def test_a_scale_that_is_no_positive_number_is_refused(bad, monkeypatch):
     with pytest.raises(StartupError, match=r"^KV cache scales: expected positive numbers"):
         KvScales.of_model(None, range(1), FP8)
     # No other cache reads them.
-    assert KvScales.of_model(None, range(1), torch.bfloat16).all() == [LayerScales()]
+    assert KvScales.of_model(None, range(1), torch.bfloat16).of(0) == (1.0, 1.0)
 
 
 @pytest.fixture
@@ -60,10 +55,6 @@ def backend():
         device="cpu",
     )
     return KvtierAttnBackend(runner, load_settings(kernels="reference"))
-
-
-def allocator_of(pool):
-    return BundleAllocator(pool)
 
 
 def run_pass(backend, inputs, slots, held):
@@ -82,17 +73,10 @@ def run_pass(backend, inputs, slots, held):
     )
     backend.init_forward_metadata(batch)
     forward = backend.forward_extend if new > 1 else backend.forward_decode
-    outputs = []
-    for index, (q, k, v) in enumerate(inputs):
-        layer = SimpleNamespace(
-            layer_id=index,
-            tp_k_head_num=KV_HEADS,
-            tp_q_head_num=KV_HEADS * GROUP,
-            qk_head_dim=DIM,
-            scaling=DIM**-0.5,
-        )
-        outputs.append(forward(q.flatten(1), k.flatten(1), v.flatten(1), layer, batch))
-    return outputs
+    return [
+        forward(*(one.flatten(1) for one in qkv), a_layer(index), batch)
+        for index, qkv in enumerate(inputs)
+    ]
 
 
 def test_passes_attend_over_what_sglang_would_have_stored(backend):
@@ -105,7 +89,7 @@ def test_passes_attend_over_what_sglang_would_have_stored(backend):
     k, v = (2e-3 * torch.randn(2, total, KV_HEADS, DIM) for _ in "kv")
     k[0] *= 1e3
     v[0] *= 1e6
-    slots, held, found = allocator_of(pool).alloc(total), 0, []
+    slots, held, found = BundleAllocator(pool).alloc(total), 0, []
     for new in passes:
         rows = slice(held, held + new)
         inputs = [(q[i, rows], k[i, rows], v[i, rows]) for i in range(2)]
@@ -138,10 +122,10 @@ def test_a_scorer_sees_the_models_numbers(backend):
     pool, scorer = backend.pool, Seen()
     object.__setattr__(scorer, "spans", [])
     # There is a whole bundle among them.
-    slots = allocator_of(pool).alloc(40)
+    slots = BundleAllocator(pool).alloc(40)
     q, k = torch.randn(40, KV_HEADS, GROUP, DIM), torch.randn(40, KV_HEADS, DIM)
     run_pass(backend, [(q, k, k)] * 2, slots, 0)
-    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 2), ()))
+    profile = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((0, 1), ()))
     selection = ProfileSelection(
         pool, scorer, [None, None], profile=profile, most_anchored=2, compensation=True
     )

@@ -23,7 +23,7 @@ from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LAYERS, KV_HEADS, GROUP, DIM = 3, 4, 2, 32
+LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 32
 SLOTS, CONTEXT, REQUESTS = 600, 200, 4
 
 
@@ -35,10 +35,6 @@ def make_pool(**options: Any) -> HeadPagedKVPool:
         head_dim=DIM,
     )
     return HeadPagedKVPool(SLOTS, shape=shape, dtype=torch.float32, device=DEVICE, **options)
-
-
-def backend_of(runner, kernels: str) -> KvtierAttnBackend:
-    return KvtierAttnBackend(runner, load_settings(kernels=kernels))
 
 
 def static_batch() -> SimpleNamespace:
@@ -56,19 +52,23 @@ def eager(batch: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(**vars(batch), seq_lens_cpu=batch.seq_lens.cpu(), forward_mode=mode)
 
 
+def a_layer(index: int) -> SimpleNamespace:
+    """An attention layer, as SGLang hands it over."""
+    return SimpleNamespace(
+        layer_id=index,
+        tp_k_head_num=KV_HEADS,
+        tp_q_head_num=KV_HEADS * GROUP,
+        qk_head_dim=DIM,
+        scaling=DIM**-0.5,
+    )
+
+
 def layers(backend: KvtierAttnBackend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return what each layer gives of its q, k, v."""
     found = []
     for index, qkv in enumerate(inputs):
-        layer = SimpleNamespace(
-            layer_id=index,
-            tp_k_head_num=KV_HEADS,
-            tp_q_head_num=KV_HEADS * GROUP,
-            qk_head_dim=DIM,
-            scaling=DIM**-0.5,
-        )
         q, k, v = qkv.split([GROUP * KV_HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1)
-        found.append(backend.forward_decode(q.contiguous(), k, v, layer, None))
+        found.append(backend.forward_decode(q.contiguous(), k, v, a_layer(index), None))
     return found
 
 
@@ -151,7 +151,9 @@ def grow(batch: SimpleNamespace, lengths: list[int], step: int) -> None:
 
 def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
     runner, spans = packing
-    reference, recorded = backend_of(runner, "reference"), backend_of(runner, "triton")
+    reference, recorded = (
+        KvtierAttnBackend(runner, load_settings(kernels=name)) for name in ("reference", "triton")
+    )
     recorded.init_cuda_graph_state(REQUESTS, REQUESTS)
     batch, inputs, got = static_batch(), some_inputs(0), []
     recorded.init_forward_metadata_out_graph(batch, in_capture=True)
@@ -165,10 +167,10 @@ def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
     for seed in range(2):
         lengths = begin(recorded, runner, spans, seed)
         assert begin(reference, runner, spans, seed) == lengths
-        for number in range(3):
-            if number == 2:
+        for number in range(2):
+            if number == 1:
                 lengths[1] = 0
-            grow(batch, lengths, 3 * seed + number)
+            grow(batch, lengths, 2 * seed + number)
             for static, new in zip(inputs, some_inputs(number), strict=True):
                 static.copy_(new)
             replay()
@@ -188,7 +190,7 @@ def test_what_was_recorded_serves_other_requests_as_they_grow(packing):
 def test_a_row_that_got_other_slots_is_written_again_before_a_replay(packing):
     """This happens where another request published the same tokens, and this one's own are free."""
     runner, spans = packing
-    backend = backend_of(runner, "reference")
+    backend = KvtierAttnBackend(runner, load_settings(kernels="reference"))
     backend.init_cuda_graph_state(REQUESTS, REQUESTS)
     batch = static_batch()
     lengths = begin(backend, runner, spans, 0)
@@ -207,7 +209,7 @@ def test_a_row_that_got_other_slots_is_written_again_before_a_replay(packing):
 
 def test_what_is_recorded_asks_the_host_nothing(packing):
     runner, spans = packing
-    backend = backend_of(runner, "triton")
+    backend = KvtierAttnBackend(runner, load_settings(kernels="triton"))
     backend.kernels = TritonKernels(launch_nothing)
     backend.planner = Planner(backend.kernels, backend.pool, backend.req_to_token)
     backend.init_cuda_graph_state(REQUESTS, REQUESTS)
@@ -259,18 +261,14 @@ def test_handing_out_slots_asks_the_host_nothing(packs):
     assert allocator.check_integrity() == []
 
 
-@pytest.mark.parametrize(
-    "asks",
-    [
-        lambda x: x[0, 0].item(),
-        lambda x: x[:, [0, 2]],
-        lambda x: x[x > 0],
-        lambda x: torch.tensor([1, 2]),
-        lambda x: x.__setitem__(torch.zeros(1, dtype=torch.long), 0.0),
-    ],
-    ids=["item", "list", "mask", "tensor", "number"],
-)
-def test_the_check_above_can_fail(asks):
+def test_the_checks_above_can_fail():
     x = torch.randn(3, 4)
-    with pytest.raises(AsksTheHostError), OnTheDeviceOnly():
-        asks(x)
+    for asks in (
+        lambda: x[0, 0].item(),
+        lambda: x[:, [0, 2]],
+        lambda: x[x > 0],
+        lambda: torch.tensor([1, 2]),
+        lambda: x.__setitem__(torch.zeros(1, dtype=torch.long), 0.0),
+    ):
+        with pytest.raises(AsksTheHostError), OnTheDeviceOnly():
+            asks()

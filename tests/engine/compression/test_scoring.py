@@ -1,36 +1,15 @@
-"""The notes of the engine in a prefill: which tokens are asked, and how keys are un-rotated."""
+"""The notes of the engine in a prefill, what is decided by them, and how keys are un-rotated."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import get_rope
 
+from kvtier.retention.shares import Choice, FixedShare, Turn
 from kvtier_kernels.scores import unrotate
-from kvtier_sglang.compression.prompt_nll import measure_nll, sampled_rows
-from kvtier_sglang.compression.retention import MIN_ASKED, mean_nll
-from kvtier_sglang.compression.selection import PrefillRows
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 60)), min_size=1, max_size=4),
-    st.integers(1, 20),
-)
-def test_asked_rows_are_strided_positions_whose_successor_is_in_the_pass(requests, stride):
-    bounds = [0]
-    for _, length in requests:
-        bounds.append(bounds[-1] + length)
-    starts = tuple(start for start, _ in requests)
-    rows = PrefillRows(tuple(bounds), starts, torch.arange(bounds[-1]))
-    expected = [
-        bounds[i] + t
-        for i, (start, length) in enumerate(requests)
-        for t in range(length - 1)
-        if (start + t) % stride == 0
-    ]
-    assert sampled_rows(rows, stride).tolist() == expected
+from kvtier_sglang.compression.prompt_nll import measure_nll
+from kvtier_sglang.compression.retention import MIN_ASKED, Retention, mean_nll
 
 
 def test_surprise_is_the_cross_entropy_of_the_next_token():
@@ -51,6 +30,25 @@ def test_too_few_asked_tokens_say_nothing():
     assert mean_nll(few) == pytest.approx(2.0)
     few[50] = torch.inf
     assert mean_nll(few) is None
+
+
+class FullDisk:
+    """Metrics that cannot be written."""
+
+    turns = 0
+
+    def turn(self, turn: Turn, choice: Choice) -> None:
+        self.turns += 1
+        raise OSError("No space left on device")
+
+
+def test_metrics_that_fail_are_off_and_the_turn_is_decided_all_the_same(caplog):
+    metrics = FullDisk()
+    retention = Retention(FixedShare(0.5), metrics=metrics)
+    assert [retention.choose(Turn(1000, 600)).kept_tokens for _ in range(3)] == [112] * 3
+    assert metrics.turns == 1
+    assert retention.report()["reasons"] == {"share": 3}
+    assert caplog.text.count("metrics failed") == 1
 
 
 SCALINGS = {

@@ -56,11 +56,8 @@ def session_rounds(stored: list[Stored]) -> list[list[dict[str, Any]]]:
     return rounds
 
 
-@pytest.mark.parametrize("retention", [None, "0.5"])
-def test_a_session_behind_a_memory_comes_back_to_a_restarted_server(
-    tmp_path, tier, stored, rule, retention
-):
-    rule |= {} if retention is None else {"KVTIER_RETENTION": retention}
+def test_a_session_behind_a_memory_comes_back_to_a_restarted_server(tmp_path, tier, stored, rule):
+    rule["KVTIER_RETENTION"] = "0.5"
     rounds, count = session_rounds(stored), len(SESSIONS)
     stayed = run_engine(tmp_path, ENGINE, rounds, rule)
     rule |= {"KVTIER_TIER": tier.address}
@@ -75,6 +72,11 @@ def test_a_session_behind_a_memory_comes_back_to_a_restarted_server(
     assert back["state"]["integrity"] == []
     # The test could tell one prefix's KV from the other's.
     assert stayed["rounds"][-count][0]["output_ids"] != stayed["rounds"][1 - count][0]["output_ids"]
+    # A server without memories finds nothing of a prefix that was never computed.
+    del rule["KVTIER_MEMORY"]
+    other = run_engine(tmp_path, ENGINE, rounds[2:3], rule)
+    assert other["rounds"][0][0]["cached_tokens"] == 0
+    assert "restored_requests" not in other["state"]["tier"]
 
 
 def test_a_turn_behind_a_memory_is_refreshed(tmp_path, tier, stored, rule):
@@ -88,15 +90,3 @@ def test_a_turn_behind_a_memory_is_refreshed(tmp_path, tier, stored, rule):
     # The short session's first turn had nothing to prune.
     assert found["state"]["tier"]["refreshed_turns"] == len(SESSIONS) - 1
     assert "unrefreshed_layers" not in found["state"]["tier"]
-
-
-def test_other_memories_and_servers_without_one_find_nothing_of_it(tmp_path, tier, stored, rule):
-    rule |= {"KVTIER_TIER": tier.address}
-    rounds = session_rounds(stored)
-    memory_only = [requests for requests in rounds if "custom_params" not in requests[0]][:1]
-    before = run_engine(tmp_path, ENGINE, memory_only, rule)
-    assert before["state"]["tier"]["spans_spilled"] > 0
-    del rule["KVTIER_MEMORY"]
-    out = run_engine(tmp_path, ENGINE, memory_only, rule)
-    assert out["rounds"][0][0]["cached_tokens"] == 0
-    assert "restored_requests" not in out["state"]["tier"]

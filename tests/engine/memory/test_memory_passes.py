@@ -1,5 +1,4 @@
-"""The state of passes between each other: whose memory a row's request has, and which lookups fell
-back in which pass."""
+"""The lookups of passes, and what is told of them."""
 
 from __future__ import annotations
 
@@ -16,18 +15,11 @@ from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 
 
-class Bank:
-    """Knows which request has which memory; `held`: how many there are."""
-
-    def __init__(self) -> None:
-        self.held = 1
-        self.index: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return self.held
+class Bank(dict[str, int]):
+    """The memory of each request."""
 
     def index_of(self, rid: str) -> int:
-        return self.index.get(rid, NONE)
+        return self.get(rid, NONE)
 
 
 def batch(*requests: tuple[str, int], tokens: int = 2) -> SimpleNamespace:
@@ -38,30 +30,6 @@ def batch(*requests: tuple[str, int], tokens: int = 2) -> SimpleNamespace:
         extend_seq_lens_cpu=[tokens] * len(requests),
         positions=torch.zeros(tokens * len(requests), dtype=torch.int64),
     )
-
-
-def test_a_row_never_remembers_the_memory_of_a_request_before():
-    """This holds even where there was no memory at all when the later request was prefilled."""
-    bank = Bank()
-    passes = MemoryPasses(bank, None, rows=4)
-    bank.index = {"first": 0}
-    assert passes.extend(batch(("first", 3))).ids.tolist() == [0, 0]
-    bank.held, bank.index = 0, {}
-    assert passes.extend(batch(("plain", 3))) is None
-    bank.held, bank.index = 1, {"second": 0}
-    passes.extend(batch(("second", 1)))
-    assert passes.decode(batch(("plain", 3), ("second", 1))).ids.tolist() == [NONE, 0]
-
-
-def test_graphs_record_memories_only_where_there_are_some():
-    """No memory is loaded behind what was recorded, see MemoryBank.check_loads."""
-    bank = Bank()
-    passes = MemoryPasses(bank, None, rows=4)
-    decoding = SimpleNamespace(req_pool_indices=torch.tensor([1]), positions=torch.tensor([0]))
-    assert passes.recorded(decoding).ids.tolist() == [NONE]
-    bank.held, bank.is_recorded = 0, False
-    assert passes.recorded(decoding) is None
-    assert bank.is_recorded
 
 
 def layer(*nearness: float) -> SimpleNamespace:
@@ -77,35 +45,23 @@ def answer(*cosines: float, near: float) -> SimpleNamespace:
     return SimpleNamespace(entry=torch.where(found < near, -1, 5), cosine=found)
 
 
-def test_lookups_are_those_of_the_pass_whose_result_is_there():
-    """Another may be under way, and passes without a memory are not remembered."""
-    bank = Bank()
-    bank.index = {"a": 0, "b": 0, "c": 0}
-    passes = MemoryPasses(bank, None, rows=4)
-    for rid, cosines in (("a", (0.2, 0.9)), ("b", (0.1, 0.2)), ("c", (0.9, 1.0))):
-        made = passes.extend(batch((rid, 1)))
-        made.lookups.add(answer(*cosines, near=0.5), made.ids, layer(0.5))
-    passes.extend(batch(("plain", 2)))
-    assert passes.lookups(["a"]) == {"a": Lookups(2, 1, pytest.approx(0.1))}
-    assert passes.lookups(["plain"]) == {}
-    assert passes.lookups(["b"]) == {"b": Lookups(2, 2, pytest.approx(-0.7))}
-    assert passes.lookups(["c"]) == {"c": Lookups(2, 0, pytest.approx(0.9))}
-    assert passes.lookups(["c"]) == {}
-
-
 def test_lookups_are_counted_where_there_are_entries_and_a_memory():
-    """Layer by layer; a request in the same pass without a memory, or whose memory has no entries
-    in a layer, is not asked there."""
-    bank = Bank()
-    bank.index = {"both": 0, "one": 1}
-    passes = MemoryPasses(bank, None, rows=4)
+    """They are added up layer by layer, of the pass whose result is there: another may be under
+    way, and passes without a memory are not remembered."""
+    passes = MemoryPasses(Bank(both=0, one=1, later=0), None, rows=4)
     made = passes.extend(batch(("both", 1), ("one", 2), ("none", 3), tokens=1))
     made.lookups.add(answer(0.9, -math.inf, -math.inf, near=0.5), made.ids, layer(0.5, math.nan))
     made.lookups.add(answer(0.2, 0.3, -math.inf, near=0.4), made.ids, layer(0.4, 0.4))
+    passes.extend(batch(("none", 3)))
+    later = passes.extend(batch(("later", 1)))
+    later.lookups.add(answer(0.1, 0.2, near=0.5), later.ids, layer(0.5))
     assert passes.lookups(["both", "one", "none"]) == {
         "both": Lookups(2, 1, pytest.approx(0.2)),
         "one": Lookups(1, 1, pytest.approx(-0.1)),
     }
+    assert passes.lookups(["none"]) == {}
+    assert passes.lookups(["later"]) == {"later": Lookups(2, 2, pytest.approx(-0.7))}
+    assert passes.lookups(["later"]) == {}
 
 
 def test_metrics_are_of_a_memory_and_do_not_end_the_server():

@@ -61,18 +61,17 @@ def expected(
 
 
 @pytest.mark.parametrize(
-    ("splits", "environment"),
-    [(True, {}), (False, {}), (True, {"SGLANG_TEST_RETRACT": "1"})],
-    ids=["a head profile", "every head CA", "retracted"],
+    ("ranks", "environment"),
+    [(2, {}), (1, {"SGLANG_TEST_RETRACT": "1"})],
+    ids=["two ranks", "retracted"],
 )
 def test_tokens_are_those_of_the_reference_in_mixed_batches(
-    tmp_path, model, stored, env, splits, environment
+    tmp_path, model, stored, env, ranks, environment
 ):
     """Two memories and requests without one, chunked prefills, two turns of which nothing is
     dropped, and another second turn; one request leaves its memory by its own wish, and has the
-    exact prefix, which is compressed when its turn ends."""
-    if not splits:
-        del env["KVTIER_HEAD_PROFILE"]
+    exact prefix, which is compressed when its turn ends. States are per head; what decides the
+    lookup is added up over ranks."""
     rng = random.Random(3)
     sessions = [(0, 40), (1, 55), (None, 50), (0, 3), (1, 1), (None, 20), ("exact", 10)]
     rounds, wanted = [[], [], []], []
@@ -94,7 +93,8 @@ def test_tokens_are_those_of_the_reference_in_mixed_batches(
         else:
             behind = model, MemoryPrefix(stored[which].memory.layers), len(stored[which].prefix)
         wanted.append([*expected(*behind, [own, second]), expected(*behind, [own, other])[1]])
-    out = run_engine(tmp_path, ENGINE, rounds, env, environment)
+    engine = {**ENGINE, "tp_size": ranks}
+    out = run_engine(tmp_path, engine, rounds, env | ranks_on_a_cpu(ranks), environment)
     found = [list(turns) for turns in zip(*said(out), strict=True)]
     assert found[:-1] == wanted[:-1]
     assert found[-1][0] == wanted[-1][0]
@@ -196,53 +196,6 @@ def test_a_session_in_fp8_behind_a_memory_in_the_models_dtype(tmp_path, model, s
     assert [list(turns) for turns in zip(*said(out), strict=True)] == wanted
 
 
-def test_a_request_that_entries_do_not_know_is_answered_from_the_exact_prefix(
-    tmp_path, model, stored, env
-):
-    """The memory's card allows no lookup to fall back. Nothing is sent before its answer."""
-    strict = stored[0].memory.card.model_copy(update={"requeue_above": 0.0})
-    folder = tmp_path / "strict"
-    save(folder, strict, stored[0].prefix, stored[0].memory.layers)
-    rng = random.Random(4)
-    own = [tokens(rng, count) for count in (30, 80, 130)]
-    requests = [
-        {"input_ids": [*stored[0].prefix, *ids], "max_new_tokens": NEW, "stream": streams}
-        for ids, streams in zip(own, (True, False, True), strict=True)
-    ]
-    out = run_engine(tmp_path, ENGINE, [requests], {**env, "KVTIER_MEMORY": str(folder)})
-    kv = prefix_kv(model, stored[0].prefix)
-    wanted = [expected(model, ExactPrefix(kv), 500, [ids])[0] for ids in own]
-    assert said(out) == [wanted]
-    assert out["state"]["memories"]["requeued"] == 3
-    assert [one["parts"] for one in out["rounds"][0]] == [
-        [*range(1, NEW + 1)], None, [*range(1, NEW + 1)],
-    ]  # fmt: skip
-
-
-def test_two_ranks_say_what_one_says(tmp_path, stored, env):
-    """States are per head; what decides the lookup is added up over ranks."""
-    rng = random.Random(5)
-    requests = [
-        {"input_ids": [*stored[which].prefix, *tokens(rng, count)], "max_new_tokens": NEW}
-        # The last one's turn is so long that slots are saved wherever they begin.
-        for which, count in ((0, 45), (1, 20), (0, 9), (1, 100))
-    ]
-    follow = [
-        {"input_ids": tokens(rng, 30), "max_new_tokens": NEW, "continues": [0, index]}
-        for index in range(len(requests))
-    ]
-    one, two = (
-        run_engine(
-            tmp_path, {**ENGINE, "tp_size": ranks}, [requests, follow],
-            {**env, **ranks_on_a_cpu(ranks), "KVTIER_RETENTION": "0.4"},
-        )
-        for ranks in (1, 2)
-    )  # fmt: skip
-    assert said(two) == said(one)
-    for name in ("lookups", "fell_back"):
-        assert two["state"]["memories"][name] == one["state"]["memories"][name] > 0
-
-
 def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
     tmp_path, stored, env
 ):
@@ -277,29 +230,21 @@ def test_nothing_leaks_in_a_life_of_forks_aborts_evictions_and_new_beginnings(
     assert out["after_flush"]["slots_used"] == 0
 
 
-def test_new_weights_are_never_answered_from_a_memory_of_the_old_ones(tmp_path, model, stored, env):
-    """The prefix is computed after an update of the weights, even to the same ones."""
-    own = tokens(random.Random(6), 30)
-    request = {"input_ids": [*stored[0].prefix, *own], "max_new_tokens": NEW}
-    rounds = [[request], {"weights": str(DEMO_MODEL)}, [request]]
-    out = run_engine(tmp_path, ENGINE, rounds, env)
-    before = expected(model, MemoryPrefix(stored[0].memory.layers), 500, [own])
-    after = expected(model, ExactPrefix(prefix_kv(model, stored[0].prefix)), 500, [own])
-    assert said(out) == [before, [], after]
-    assert out["rounds"][2][0]["cached_tokens"] == 0
-    assert out["state"]["memories"]["loaded"] == []
-
-
 def test_memories_come_and_go_while_a_server_runs(tmp_path, model, stored, env):
     """The server serves what is in the folder when it is read again, and nothing else; a directory
-    that cannot be served changes nothing."""
+    that cannot be served changes nothing. A request that a memory's entries do not know is answered
+    from the exact prefix, and nothing is sent before: the last memory's card allows no lookup to
+    fall back. After an update of the weights, even to the same ones, every prefix is computed."""
     served, away = tmp_path / "served", tmp_path / "away"
     for folder, one in ((served, stored[0]), (away, stored[1])):
         save(folder / one.folder.name, one.memory.card, one.prefix, one.memory.layers)
     forbidden = stored[1].memory.card.model_copy(update={"refusals": ["it is bad"]})
     save(away / "bad", forbidden, stored[1].prefix, stored[1].memory.layers)
+    strict = stored[0].memory.card.model_copy(update={"requeue_above": 0.0})
+    save(away / "strict", strict, stored[0].prefix, stored[0].memory.layers)
     rng = random.Random(7)
     own = [tokens(rng, 20), tokens(rng, 30)]
+    unknown = [tokens(rng, count) for count in (30, 80, 130)]
     both = [
         {"input_ids": [*one.prefix, *ids], "max_new_tokens": NEW}
         for one, ids in zip(stored, own, strict=True)
@@ -309,12 +254,19 @@ def test_memories_come_and_go_while_a_server_runs(tmp_path, model, stored, env):
         {"memories": [str(served / "bad"), str(away / "bad")]},
         {"memories": [str(away / "short"), str(served / "short")]},
         {"memories": [str(served / "long"), str(away / "long")]},
+        {"memories": [str(away / "strict"), str(served / "strict")]},
+    ]
+    requeued = [
+        {"input_ids": [*stored[0].prefix, *ids], "max_new_tokens": NEW, "stream": streams}
+        for ids, streams in zip(unknown, (True, False, True), strict=True)
     ]
     rounds = [both, moves[0], both, moves[1], moves[2], both, moves[3], both]
+    # A server keeps the card of a memory that was away until it is flushed.
+    rounds += [{"flush": True}, moves[4], requeued, {"weights": str(DEMO_MODEL)}, both]
     # Nothing is dropped, so that asking twice says the same.
     del env["KVTIER_HEAD_PROFILE"]
     out = run_engine(tmp_path, ENGINE, rounds, env | {"KVTIER_MEMORY": str(served)})
-    assert [out["rounds"][at] for at in (1, 3, 4, 6)] == [[False], [True], [True], [True]]
+    assert [out["rounds"][at] for at in (1, 3, 4, 6, 9)] == [[False], *[[True]] * 4]
     behind, exact = [], []
     for one, ids in zip(stored, own, strict=True):
         length = len(one.prefix)
@@ -324,10 +276,17 @@ def test_memories_come_and_go_while_a_server_runs(tmp_path, model, stored, env):
     assert behind[0] != exact[0]
     assert behind[1] != exact[1]
     found = [
-        [request["output_ids"] for request in out["rounds"][at]] for at in (0, 2, 5, 7)
+        [request["output_ids"] for request in out["rounds"][at]] for at in (0, 2, 5, 7, 10, 12)
     ]  # fmt: skip
     assert found[0] == found[1] == [behind[0], exact[1]]
     assert found[2] == behind
     assert found[3] == [exact[0], behind[1]]
+    kv = prefix_kv(model, stored[0].prefix)
+    assert found[4] == [expected(model, ExactPrefix(kv), 500, [ids])[0] for ids in unknown]
+    assert out["state"]["memories"]["requeued"] == 3
+    parts = [*range(1, NEW + 1)]
+    assert [one["parts"] for one in out["rounds"][10]] == [parts, None, parts]
+    assert found[5] == exact
+    assert [one["cached_tokens"] for one in out["rounds"][12]] == [0, 0]
     assert out["state"]["integrity"] == []
-    assert [one["prefix_tokens"] for one in out["state"]["memories"]["loaded"]] == [150]
+    assert out["state"]["memories"]["loaded"] == []

@@ -18,45 +18,27 @@ from calibration.redis_server import RedisServer
 from compressing import RULE_ENV
 from engine_process import DEMO_MODEL, REPOSITORY
 from live_server import free_port, serving
+from memory_samples import Stored, make_memory, tokens
 from waiting import SAFETY_S
 
 from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.cli import main
 from kvtier.heads.model.loading import load_model
-from kvtier.memory.building import build
-from kvtier.memory.card import Identity
 from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.prefixes import ExactPrefix, MemoryPrefix, Prefix, generate_behind
 from kvtier.memory.recipe import Recipe
-from kvtier.memory.storage import Card, PrefixMemory, load, save
-from kvtier.memory.traces import Trace
 
 pytestmark = pytest.mark.engine
 
 LENGTHS = {"tools": 120, "formats": 70}
 NEW = 4
+OWN = tokens(random.Random(1), 20)
 
 
-def tokens(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(6, 384) for _ in range(count)]
-
-
-PREFIXES = {name: tokens(length, length) for name, length in LENGTHS.items()}
-OWN = tokens(1, 20)
-
-
-def write_memory(model: Any, folder: Path, name: str, kept_share: float) -> PrefixMemory:
-    prefix = PREFIXES[name]
-    traces = [Trace(tuple(tokens(seed, 12)), tuple(tokens(seed + 50, 3))) for seed in range(12)]
-    built = build(model, prefix, traces, Recipe(kept_share=kept_share, entries=16, key_width=8))
-    card = Card(
-        model="kvtier-demo", identity=Identity.of(str(DEMO_MODEL), "float32", prefix), recipe={},
-        requeue_above=1.0, traces={}, least_members=1, positions=15, build_seconds=0, rows={},
-        target_nats=1, refusals=[],
-    )  # fmt: skip
-    save(folder / name, card, prefix, built.layers)
-    return load(folder / name)
+def make(model: Any, folder: Path, name: str, kept_share: float = 0.1) -> Stored:
+    """A memory of its name; its prefix does not depend on what is kept."""
+    recipe = Recipe(kept_share=kept_share, entries=16, key_width=8)
+    return make_memory(model, folder / name, LENGTHS[name], recipe, seed=LENGTHS[name])
 
 
 @dataclass
@@ -77,9 +59,9 @@ class Server:
         told = self.post("/set_internal_state", {"server_args": {"kvtier_reload_memories": 1}})
         return all(told)
 
-    def answer(self, name: str) -> list[int]:
+    def answer(self, prefix: list[int]) -> list[int]:
         params = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-        body = {"input_ids": [*PREFIXES[name], *OWN], "sampling_params": params}
+        body = {"input_ids": [*prefix, *OWN], "sampling_params": params}
         return self.post("/generate", body)["output_ids"]
 
     def loaded(self) -> list[str]:
@@ -137,15 +119,18 @@ def test_what_is_published_is_served_from_the_next_reload_on(redis, server, tmp_
     """The server drops nothing, so that asking again says the same; SGLang's own checker ends it if
     its ranks part."""
     model = load_model(str(DEMO_MODEL))
-    memories = {name: write_memory(model, tmp_path, name, 0.1) for name in LENGTHS}
+    memories = {name: make(model, tmp_path, name) for name in LENGTHS}
+    prefixes = {name: one.prefix for name, one in memories.items()}
     exact = answers(
-        model, {name: ExactPrefix(prefix_kv(model, PREFIXES[name])) for name in LENGTHS}
+        model, {name: ExactPrefix(prefix_kv(model, ids)) for name, ids in prefixes.items()}
     )
-    behind = answers(model, {name: MemoryPrefix(one.layers) for name, one in memories.items()})
+    behind = answers(
+        model, {name: MemoryPrefix(one.memory.layers) for name, one in memories.items()}
+    )
     assert all(behind[name] != exact[name] for name in LENGTHS)
 
     def served() -> dict[str, Sequence[int]]:
-        return {name: server.answer(name) for name in LENGTHS}
+        return {name: server.answer(ids) for name, ids in prefixes.items()}
 
     assert "no prefix memory is served until they are read again" in server.said()
     assert server.loaded() == []
@@ -157,25 +142,25 @@ def test_what_is_published_is_served_from_the_next_reload_on(redis, server, tmp_
         publish(tmp_path, name)
     assert server.reloads()
     assert served() == behind
-    assert set(server.loaded()) == {one.digest for one in memories.values()}
+    assert set(server.loaded()) == {one.memory.digest for one in memories.values()}
 
     assert main(["memory", "withdraw", "formats"]) == 0
     assert server.reloads()
     assert served() == {"tools": behind["tools"], "formats": exact["formats"]}
 
-    rebuilt = write_memory(model, tmp_path, "tools", 0.3)
+    rebuilt = make(model, tmp_path, "tools", 0.3).memory
     assert not server.reloads(), "what is there was never published"
     assert re.search("prefix memory 'tools' in .*: memory .* was published, but", server.said())
-    assert server.loaded() == [memories["tools"].digest]
+    assert server.loaded() == [memories["tools"].memory.digest]
     assert served() == {"tools": behind["tools"], "formats": exact["formats"]}
 
     publish(tmp_path, "tools")
     assert server.reloads()
     assert server.loaded() == [rebuilt.digest]
     (newest,) = answers(model, {"tools": MemoryPrefix(rebuilt.layers)}).values()
-    assert server.answer("tools") == newest
+    assert server.answer(prefixes["tools"]) == newest
 
     redis.stop()
     assert not server.reloads()
     assert server.loaded() == [rebuilt.digest]
-    assert server.answer("tools") == newest
+    assert server.answer(prefixes["tools"]) == newest

@@ -1,4 +1,6 @@
-"""Requests that leave a compressed turn inside what heads keep a part of."""
+"""Requests that leave a compressed turn inside what heads keep a part of. That their answers are
+those of transformers, whatever is left where, is in tests/engine/serving/test_cut_answers.py.
+"""
 
 from __future__ import annotations
 
@@ -48,17 +50,6 @@ def test_a_branch_computes_a_window_and_the_next_one_nothing():
         assert matched(s, [*shared, *context(60, seed=seed), 1]) == 261
 
 
-def test_what_is_left_can_be_left_again():
-    s = competing()
-    tokens = context(300)
-    run_turn(s, tokens, [1])
-    assert left(s, [*tokens[:250], *context(20, seed=1)]) == 250 - WINDOW
-    assert left(s, [*tokens[:120], *context(20, seed=2)]) == 120 - WINDOW
-    assert left(s, [*tokens[:200], *context(20, seed=3)]) == 200 - WINDOW
-    assert matched(s, [*tokens, 1]) == 301
-    s.check()
-
-
 @pytest.mark.parametrize("bits", [None, 8])
 def test_while_a_request_reads_a_span_its_beginning_is_copied(bits):
     s = competing(bits=bits)
@@ -84,19 +75,6 @@ def test_while_a_request_reads_a_span_its_beginning_is_copied(bits):
     s.check()
 
 
-def test_without_room_for_a_copy_a_span_that_is_read_is_left_where_it_begins(monkeypatch):
-    s = competing()
-    tokens = context(200)
-    run_turn(s, tokens, [1])
-    reader = s.admit([*tokens, 1, 5, 6])
-    monkeypatch.setattr(s.allocator, "alloc_bundles", lambda need: None)
-    assert left(s, [*tokens[:150], 7, 8]) == 4
-    monkeypatch.undo()
-    s.extend(reader, 100)
-    s.release(reader, checkpoint=True)
-    s.check()
-
-
 def test_what_is_too_little_for_a_copy_is_not_evicted():
     s = MiniScheduler(size=400, share=FixedShare(0.5), adaptive=True)
     tokens, other = context(200), context(30, seed=1)
@@ -113,24 +91,25 @@ def test_what_is_too_little_for_a_copy_is_not_evicted():
     s.check()
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_without_room_a_span_is_left_where_it_begins(monkeypatch, is_read):
+    """It is neither cut nor copied."""
+    s = competing()
+    tokens = context(200)
+    run_turn(s, tokens, [1])
+    reader = s.admit([*tokens, 1, 5, 6]) if is_read else None
+    monkeypatch.setattr(s.allocator, "alloc_bundles", lambda need: None)
+    assert left(s, [*tokens[:150], 7, 8]) == 4
+    assert matched(s, [*tokens, 1]) == 201
+    monkeypatch.undo()
+    if is_read:
+        s.extend(reader, 100)
+        s.release(reader, checkpoint=True)
+    s.check()
+
+
 def test_a_short_beginning_is_computed_again():
     s = competing()
     tokens = context(200)
     run_turn(s, tokens, [1])
     assert left(s, [*tokens[: 4 + 16 + WINDOW - 1], 7, 8]) == 4
-
-
-def test_where_little_is_kept_more_is_computed_again():
-    s = MiniScheduler(size=1200, share=FixedShare(0.15), adaptive=True)
-    tokens = context(200)
-    run_turn(s, tokens, [1])
-    assert left(s, [*tokens[:150], 7, 8]) == 150 - 2 * WINDOW
-
-
-def test_without_room_for_a_cut_the_span_is_left_where_it_begins(monkeypatch):
-    s = competing()
-    tokens = context(200)
-    run_turn(s, tokens, [1])
-    monkeypatch.setattr(s.allocator, "alloc_bundles", lambda size: None)
-    assert left(s, [*tokens[:150], 7, 8]) == 4
-    assert matched(s, [*tokens, 1]) == 201

@@ -1,17 +1,15 @@
 """Every token of a prompt was there, came from a tier, or was computed; and of the last it is said
-why, if it had been computed before.
+why, if it had been computed before. A served log is in tests/engine/serving/test_served_log.py.
 """
 
 from __future__ import annotations
 
 import random
-from array import array
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.sampling.sampling_params import SamplingParams
+from thorough import THOROUGH
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context, random_tokens
 
@@ -20,7 +18,7 @@ from kvtier_sglang.radix import gone as gone_module
 from kvtier_sglang.radix import misses as misses_module
 from kvtier_sglang.radix.gone import Gone
 from kvtier_sglang.radix.index import TokenIndex
-from kvtier_sglang.radix.misses import REASONS, Account, Span, split
+from kvtier_sglang.radix.misses import REASONS, Account
 
 EXACTLY = {"custom_params": {"kvtier": {"exact": True}}}
 FORGET = {"custom_params": {"kvtier": {"forget": True}}}
@@ -47,40 +45,6 @@ def evict_all(s: MiniScheduler) -> None:
     s.tree.evict(EvictParams(num_tokens=s.allocator.size))
 
 
-def test_tokens_that_nobody_has_sent_are_new():
-    s = scheduler()
-    assert of(run_turn(s, context(60), [1, 2])) == {
-        "hit": 0, "restored": 0, "computed": 60, "recomputed": {},
-    }  # fmt: skip
-
-
-def test_a_turn_that_goes_on_recomputes_nothing():
-    s = scheduler()
-    run_turn(s, context(60), [1, 2])
-    request = run_turn(s, [*context(60), 1, 2, *context(20, seed=1)], [3], chunk=7)
-    assert of(request) == {"hit": 62, "restored": 0, "computed": 20, "recomputed": {}}
-    assert s.tree.misses.report() == {
-        "hit": 62, "restored": 0, "computed": 80, "new": 80,
-        "recomputed": dict.fromkeys(REASONS, 0),
-    }  # fmt: skip
-
-
-def test_the_last_token_of_a_prompt_is_computed_for_its_logits_and_is_new():
-    s = scheduler()
-    run_turn(s, context(60), [1])
-    assert of(run_turn(s, context(60), [1]))["recomputed"].get("evicted") is None
-
-
-@pytest.mark.parametrize("chunk", [1000, 17])
-def test_what_was_evicted_is_said_to_be_exactly_that(chunk):
-    s = scheduler()
-    run_turn(s, context(200), [1, 2])
-    evict_all(s)
-    request = run_turn(s, [*context(200), 1, 2, *context(30, seed=1)], [3], chunk=chunk)
-    assert of(request)["recomputed"] == {"evicted": 202}
-    assert of(request)["computed"] == 232
-
-
 def test_where_a_prompt_leaves_what_was_evicted_it_is_known_by_borders():
     s = scheduler()
     run_turn(s, context(200), [1])
@@ -99,26 +63,6 @@ def test_what_another_tenant_had_is_new():
     assert of(run_turn(s, context(200), [1], **asked))["recomputed"] == {"evicted": 199}
 
 
-def test_a_request_that_leaves_a_compressed_turn_computes_a_window_before_that(small):
-    s = scheduler()
-    run_turn(s, context(300), [1, 2])
-    request = run_turn(s, [*context(300)[:150], *context(30, seed=3)], [3])
-    assert of(request) | {"hit": 0} == {
-        "hit": 0, "restored": 0, "computed": 34, "recomputed": {"cut": 4},
-    }  # fmt: skip
-
-
-def test_an_exact_request_computes_again_what_is_compressed():
-    s = scheduler()
-    run_turn(s, context(100), [1, 2])
-    asked = SamplingParams(**EXACTLY)
-    request = run_turn(s, [*context(100), 1, 2, 9, 9], [3], sampling_params=asked)
-    assert of(request)["recomputed"] == {"exact": 102 - request.prefix_len}
-    # Its own KV is gone, and the session is as it was.
-    again = run_turn(s, [*context(100), 1, 2, 9, 9, 8], [3])
-    assert of(again) == {"hit": 102, "restored": 0, "computed": 3, "recomputed": {"dropped": 2}}
-
-
 @pytest.mark.parametrize(("reuse", "hit", "edited"), [(None, 96, 180), (24, 96 + 177, 3)])
 def test_what_stands_behind_an_edit_is_told_and_where_it_begins(small, reuse, hit, edited):
     s = scheduler(reuse=reuse)
@@ -130,27 +74,6 @@ def test_what_stands_behind_an_edit_is_told_and_where_it_begins(small, reuse, hi
     assert of(request)["recomputed"] == {"cut": 4, "edited": edited}
     assert of(request)["hit"] == hit
     assert of(request)["changed_at"] == 100
-
-
-def test_a_prompt_that_was_changed_at_once_where_it_is_copied_says_so(small):
-    s = scheduler(reuse=24)
-    first, second = context(120), context(150, seed=1)
-    run_turn(s, first, [1, 2])
-    run_turn(s, [*first, 1, 2, *second], [3, 4])
-    third = context(100, seed=2)
-    run_turn(s, [*first, 1, 2, *second, 3, 4, *third], [5])
-    request = run_turn(s, [*first, 1, 2, *third, 5, *context(9, seed=3)], [6])
-    assert of(request) == {
-        "hit": 223, "restored": 0, "computed": 9, "recomputed": {}, "changed_at": 122,
-    }  # fmt: skip
-
-
-def test_what_a_prompt_itself_repeats_is_new(small):
-    s = scheduler()
-    run_turn(s, context(100), [1])
-    request = run_turn(s, [*context(100), 1, 77, *context(100)[:80]], [2])
-    assert of(request)["recomputed"] == {}
-    assert "changed_at" not in of(request)
 
 
 def test_a_context_that_was_forgotten_was_dropped(small):
@@ -180,24 +103,6 @@ def test_what_a_flush_took_is_told_from_what_new_weights_did(reason):
     assert of(request)["recomputed"] == {"flushed": 204}
 
 
-def test_a_request_that_is_retracted_is_accounted_once_and_what_it_does_again_beside():
-    s = scheduler()
-    run_turn(s, context(60), [1, 2])
-    request = s.admit([*context(60), 1, 2, *context(40, seed=1)])
-    s.extend(request, 30)
-    s.checkpoint(request)
-    s.release(request, checkpoint=False)
-    evict_all(s)
-    again = s.admit_again(request)
-    while again.filled < len(again.prompt):
-        s.extend(again, 1000)
-        s.checkpoint(again)
-    s.release(again, checkpoint=True)
-    assert of(request) == {
-        "hit": 62, "restored": 0, "computed": 30 + 102, "recomputed": {"retracted": 92},
-    }  # fmt: skip
-
-
 # -- sessions --
 
 
@@ -211,23 +116,28 @@ def test_a_session_goes_on_whether_its_context_is_there_or_was_evicted():
     second = run_turn(s, [*context(200), 1, 2, *context(30, seed=1)], [3])
     evict_all(s)
     third = run_turn(s, [*context(200), 1, 2, *context(30, seed=1), 3, 9], [4])
-    other = run_turn(s, [*context(100), *context(100, seed=7)], [5])
-    assert session(first) == session(second) == session(third) != session(other)
-
-
-def test_a_template_that_leaves_out_an_answer_goes_on_with_the_session():
-    s = scheduler()
-    first = run_turn(s, context(200), [40, 41, 42, 43, 44])
-    second = run_turn(s, [*context(200), 44, 7, 7], [3])
-    assert session(first) == session(second)
-
-
-def test_an_edited_prompt_goes_on_with_the_session(small):
-    s = scheduler(reuse=24)
-    first = run_turn(s, context(300), [1, 2])
-    second = run_turn(s, [77, *context(300)[9:], 1, 2, 9, 9], [3])
-    third = run_turn(s, [77, *context(300)[9:], 1, 2, 9, 9, 3, 8], [4])
     assert session(first) == session(second) == session(third)
+
+
+OLD = context(200)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "next_prompt", "goes_on"),
+    [
+        (OLD, [40, 41, 42, 43, 44], [*OLD, 44, 7, 7], True),
+        (OLD, [1, 2], [77, *OLD[9:], 1, 2, 9, 9], True),
+        (OLD, [1, 2], [*OLD[:100], *context(100, seed=7)], False),
+        (OLD[:40], [1], [*OLD[:20], *context(40, seed=9)], False),
+    ],
+    ids=["a template leaves out an answer", "edited", "another half", "short"],
+)
+def test_a_session_is_known_by_most_of_its_last_prompt(small, prompt, answer, next_prompt, goes_on):
+    s = scheduler(reuse=24)
+    first, second = run_turn(s, prompt, answer), run_turn(s, next_prompt, [3])
+    assert (session(first) == session(second)) == goes_on
+    third = run_turn(s, [*next_prompt, 3, 8], [4])
+    assert session(second) == session(third)
 
 
 def test_a_name_that_the_client_gives_counts():
@@ -238,31 +148,7 @@ def test_a_name_that_the_client_gives_counts():
     assert session(first) == session(second) != session(other)
 
 
-def test_short_prompts_that_begin_alike_are_of_different_sessions():
-    s = scheduler()
-    first = run_turn(s, context(40), [1])
-    second = run_turn(s, [*context(40)[:20], *context(40, seed=9)], [1])
-    assert session(first) != session(second)
-
-
 # -- whatever happens --
-
-
-@given(
-    st.integers(0, 50), st.integers(0, 50),
-    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.sampled_from("abc"))),
-)  # fmt: skip
-def test_parts_cover_what_was_computed_and_follow_each_other(begin, stop, known):
-    spans = sorted(Span(*one) for one in known)
-    parts = list(split(begin, stop, spans))
-    assert sum(part.stop - part.begin for part in parts) == max(0, stop - begin)
-    assert all(part.begin < part.stop for part in parts)
-    borders = [begin, *(part.stop for part in parts)]
-    assert [part.begin for part in parts] == borders[:-1]
-    for part in parts:
-        for at in range(part.begin, part.stop):
-            told = {one.reason for one in spans if one.begin <= at < one.stop}
-            assert part.reason in told if told else part.reason is None
 
 
 class Life:
@@ -355,7 +241,7 @@ class Life:
             s.allocator.clear()
 
 
-@pytest.mark.parametrize("reuse", [None, 24])
+@pytest.mark.parametrize("reuse", [None, 24] if THOROUGH else [24])
 def test_of_a_thousand_random_requests_every_token_is_accounted_and_known_by_its_reason(
     small, monkeypatch, reuse
 ):
@@ -396,20 +282,3 @@ def test_the_oldest_that_is_gone_is_forgotten_first(monkeypatch):
         assert len(s.tree.misses.gone) <= 8
     found = [of(run_turn(s, context(200, seed=seed), [1]))["recomputed"] for seed in (5, 0)]
     assert found == [{"evicted": 199}, {}]
-
-
-def test_a_prompt_that_is_all_there_hashes_nothing(monkeypatch):
-    s = scheduler()
-    run_turn(s, context(60), [1])
-    evict_all(s)
-    run_turn(s, context(100, seed=2), [1, 2])
-
-    def fail(*_):
-        raise AssertionError("hashed")
-
-    monkeypatch.setattr(gone_module, "prefix_hashes", fail)
-    request = s.admit([*context(100, seed=2), 1, 2, 9])
-    s.extend(request, 10)
-    s.checkpoint(request)
-    assert array("q", request.prompt) == request.origin_input_ids
-    assert request.kvtier_account.hit == 102

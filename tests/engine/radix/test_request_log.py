@@ -1,5 +1,5 @@
-"""The request log: what readers of traces and `kvtier trace explain` read of it, and that neither
-text nor a full disk matter to it.
+"""The request log: neither text nor a full disk matter to it. That readers of traces and `kvtier
+trace explain` read it is in tests/engine/serving/test_served_log.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tree_harness import MiniScheduler, run_turn
-from tree_requests import Request, context
+from tree_requests import context
 from waiting import wait_for
 
 from kvtier.config import Settings
 from kvtier.retention.shares import FixedShare
-from kvtier.traffic.continuations import sessions_of
 from kvtier.traffic.formats import read_trace
-from kvtier.traffic.request_log import read_log, sums_of
-from kvtier_sglang.radix import request_log
+from kvtier.traffic.request_log import read_log
+from kvtier_sglang.radix import misses, request_log
 from kvtier_sglang.radix.request_log import RequestLog
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.runtime import Runtime
@@ -32,103 +31,52 @@ def scheduler(log: RequestLog) -> MiniScheduler:
     return s
 
 
-def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def served(file: Path, seed: int = 0) -> list[Request]:
+def served(file: Path, seed: int = 0) -> None:
     """Two turns of one session, one of another, and one that was evicted."""
     log = RequestLog(file)
     s = scheduler(log)
     first, other = context(150, seed=seed), context(70, seed=seed + 50)
-    ended = [
-        run_turn(s, first, [1, 2]),
-        run_turn(s, other, [3], extra_key="ada"),
-        run_turn(s, [*first, 1, 2, *context(20, seed=1)], [3, 4, 5]),
-    ]
+    run_turn(s, first, [1, 2])
+    run_turn(s, other, [3], extra_key="ada")
+    run_turn(s, [*first, 1, 2, *context(20, seed=1)], [3, 4, 5])
     s.tree.evict(EvictParams(num_tokens=s.allocator.size))
-    ended.append(run_turn(s, [*other, 3, 7, 7], [9], extra_key="ada"))
+    run_turn(s, [*other, 3, 7, 7], [9], extra_key="ada")
     log.close()
-    return ended
 
 
-@pytest.fixture
-def blocks_of_32(monkeypatch):
-    from kvtier.traffic import formats
-
-    for module in (request_log, formats):
-        monkeypatch.setattr(module, "BLOCK_TOKENS", 32)
-
-
-def test_readers_of_traces_read_lengths_prefixes_and_sessions(tmp_path, blocks_of_32):
-    file = tmp_path / "log.jsonl"
-    served(file)
-    trace = read_trace(file)
-    assert [one.input_tokens for one in trace.requests] == [150, 70, 172, 73]
-    assert [one.output_tokens for one in trace.requests] == [2, 1, 3, 1]
-    a, b, c, d = (one.block_ids for one in trace.requests)
-    assert (a[:4], b[:2]) == (c[:4], d[:2])
-    assert not set(a) & set(b)
-    assert len({*a, *b, *c, *d}) == 5 + 3 + 2 + 1
-    assert sessions_of(trace) == [0, 1, 0, 1]
-    arrivals = [one.arrival_s for one in trace.requests]
-    assert arrivals[0] == 0
-    assert arrivals == sorted(arrivals)
-
-
-def test_a_line_says_what_became_of_the_prompt(tmp_path):
-    file = tmp_path / "log.jsonl"
-    ended = served(file)
-    told = list(read_log(file))
-    for request, line in zip(ended, told, strict=True):
-        account = request.kvtier_account
-        assert (line.hit, line.computed) == (account.hit, account.computed)
-        assert line.recomputed == dict(account.recomputed)
-    assert told[3].recomputed == {"evicted": 71}
-    every, sessions = sums_of(told)
-    assert every.tokens == every.hit + every.restored + every.new + every.recomputed_tokens
-    assert sorted(one.requests for one in sessions.values()) == [2, 2]
-
-
-def test_ids_of_two_files_have_nothing_in_common(tmp_path):
-    """Each log has a key of its own, so nobody who has a text can look for it."""
-    found = []
-    for name in ("a", "b"):
-        served(tmp_path / name)
-        told = lines(tmp_path / name)
-        found.append({*(one for line in told for one in line["hash_ids"])})
-        found[-1] |= {line["session_id"] for line in told}
-    assert len(found[0]) == len(found[1])
-    assert not found[0] & found[1]
-
-
-def test_what_was_said_is_in_no_line(tmp_path):
-    """Two servers that did the same with other tokens say the same, but for keyed hashes and
-    times."""
-    told = []
-    for seed in (0, 1):
-        file = tmp_path / f"{seed}"
+def test_what_was_said_is_in_no_line_and_ids_of_two_files_have_nothing_in_common(tmp_path):
+    """Two servers that did the same with other tokens say the same, but for keyed hashes and times.
+    Each log has a key of its own, so nobody who has a text can look for it; and others may not read
+    the log, which tells who asked when, and how much."""
+    told, ids = [], []
+    for name, seed in (("one", 0), ("same text", 0), ("another text", 1)):
+        file = tmp_path / name
         served(file, seed=seed)
-        told.append(lines(file))
+        assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0
+        told.append([json.loads(line) for line in file.read_text().splitlines()])
+        ids.append(set())
         for line in told[-1]:
+            ids[-1] |= {*line["hash_ids"], line["session_id"]}
             assert set(line.pop("hash_ids")).isdisjoint(range(1 << 20))
             del line["session_id"], line["timestamp"], line["kvtier"]["time"]
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2]
+    assert len(ids[0]) == len(ids[1])
+    assert not ids[0] & ids[1]
 
 
-def test_a_file_is_gone_on_with_in_the_same_time(tmp_path, monkeypatch, blocks_of_32):
+def test_a_file_is_gone_on_with_in_the_same_time(tmp_path, monkeypatch):
     file = tmp_path / "log.jsonl"
     served(file)
-    from kvtier_sglang.radix import misses
-
     before = misses.arrival
     monkeypatch.setattr(misses, "arrival", lambda req: before(req) + 3600)
     served(file)
     trace = read_trace(file)
-    arrivals = [one.arrival_s for one in trace.requests]
-    assert len(arrivals) == 8
-    assert arrivals[3] < 3600 <= arrivals[4] + 1
+    assert [one.output_tokens for one in trace.requests] == 2 * [2, 1, 3, 1]
     assert len({one.session for one in trace.requests}) == 4
+    arrivals = [one.arrival_s for one in trace.requests]
+    assert arrivals[0] == 0
+    assert arrivals == sorted(arrivals)
+    assert arrivals[3] < 3600 <= arrivals[4] + 1
 
 
 def test_an_aborted_request_says_how_far_it_came(tmp_path):
@@ -199,25 +147,20 @@ def test_a_disk_that_is_too_slow_costs_lines_and_no_request(tmp_path, monkeypatc
     assert caplog.text.count("written too slowly") == 1
 
 
-def test_others_may_not_read_the_log(tmp_path):
-    """It tells who asked when, and how much."""
-    served(tmp_path / "log.jsonl")
-    assert stat.S_IMODE((tmp_path / "log.jsonl").stat().st_mode) & 0o077 == 0
-
-
-@pytest.mark.parametrize(("replica", "name"), [(0, "log.jsonl"), (1, "log.1.jsonl")])
-def test_each_replica_has_a_file_of_its_own(tmp_path, replica, name):
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (Ranks(replica=0), ["log.jsonl"]),
+        (Ranks(replica=1), ["log.1.jsonl"]),
+        (Ranks(SimpleNamespace(world_size=2, rank_in_group=1)), []),
+    ],
+    ids=["first replica", "second replica", "second rank"],
+)
+def test_the_first_rank_of_each_replica_has_a_file_of_its_own(tmp_path, ranks, names):
     runtime = Runtime()
     runtime.settings = Settings(request_log=tmp_path / "log.jsonl")
-    runtime.ranks = Ranks(replica=replica)
+    runtime.ranks = ranks
     log = runtime._request_log()
-    log.close()
-    assert [one.name for one in tmp_path.iterdir()] == [name]
-
-
-def test_only_the_first_rank_of_a_replica_keeps_a_log(tmp_path):
-    runtime = Runtime()
-    runtime.settings = Settings(request_log=tmp_path / "log.jsonl")
-    runtime.ranks = Ranks(SimpleNamespace(world_size=2, rank_in_group=1))
-    assert runtime._request_log() is None
-    assert list(tmp_path.iterdir()) == []
+    if log is not None:
+        log.close()
+    assert [one.name for one in tmp_path.iterdir()] == names
