@@ -130,7 +130,7 @@ def measure(traffic: Traffic, setting: Setting, one: Told) -> dict[str, Any]:
         (policy,), Slo(ttft_s=2.0, tpot_s=0.05), model="llama-3-8b", tp=1, kept_dtype=kept_dtype,
         retention=one.retention, schedule_policy="lpm",
     )  # fmt: skip
-    plan = replicas_of(question, traffic)[0].with_replicas(count)
+    plan = replicas_of(question)[0].with_replicas(count)
     plan = replace(plan, cache=replace(plan.cache, tier_tokens=count * plan.cache.tier_tokens))
     if one.instant:
         plan = replace(plan, rates=replace(plan.rates, **INSTANT))

@@ -27,7 +27,6 @@ DEFAULT_BUDGET_REQUESTS = 32.0
 DEFAULT_TURNS, DEFAULT_LEN = "5", "32k"
 MIN_CONTEXT_TOKENS = 64
 MIN_CHUNK_TOKENS = 16
-HEAD_BUDGETS = ("equal", "adaptive")
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", FP8)
@@ -77,11 +76,8 @@ class Options:
     dry_run: bool
 
 
-REFRESHES = ("turn", "off")
-REFRESHERS = ("fetch", "near-data")
 # An address that asks for a service of the run's own.
 LOCAL_TIER = "local"
-MERGES = ("off", "keepkv")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,15 +118,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
     add("--scorer", help="which tokens CA heads keep: distinct-keys, compactor, keydiff, …")
     add("--scorer-file", help="what `kvtier calibrate tokens` fitted, for --scorer reconstruction")
-    add("--head-budgets", help=f"{' or '.join(HEAD_BUDGETS)}: adaptive lets all KV heads compete "
-        "for what is kept")  # fmt: skip
+    add(
+        "--head-budgets", help="equal or adaptive, which lets all KV heads compete for what is kept"
+    )
     add("--kept-dtype", help=f"{', '.join(CODED_PAGES)}: what heads that compete keep is coded to "
         "(as it is)")  # fmt: skip
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
-    add("--refresh", help=f"{', '.join(REFRESHES)} or every how many generated tokens: choose "
-        "again what is kept, from the tier")  # fmt: skip
-    add("--refresh-by", help=f"{' or '.join(REFRESHERS)}: who chooses, the engine or the tier")
-    add("--merge", help=f"{', '.join(MERGES)}: what a refresh does with what is not kept")
+    add("--refresh", help="turn, off or every how many generated tokens: choose again what is "
+        "kept, from the tier")  # fmt: skip
+    add("--refresh-by", help="fetch or near-data: who chooses, the engine or the tier")
+    add("--merge", help="off or keepkv: what a refresh does with what is not kept")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions), or in full "
         "requests of a trace's mean length (32)")  # fmt: skip
@@ -161,14 +158,15 @@ def parse_options(argv: Sequence[str]) -> Options:
             head_profile=args.head_profile,
             curve=args.curve,
             tier=_tier(args.tier, policies),
-            refresh=_refresh(args.refresh),
-            refresh_by=_choice(args.refresh_by, "--refresh-by", REFRESHERS),
+            refresh=args.refresh,
+            refresh_by=args.refresh_by,
             scorer=args.scorer,
             scorer_file=args.scorer_file,
-            head_budgets=_choice(args.head_budgets, "--head-budgets", HEAD_BUDGETS),
-            kept_dtype=_choice(args.kept_dtype, "--kept-dtype", tuple(CODED_PAGES)),
-            merge=_choice(args.merge, "--merge", MERGES),
-            **_share(args.quality, args.retention),
+            head_budgets=args.head_budgets,
+            kept_dtype=args.kept_dtype,
+            merge=args.merge,
+            quality=args.quality,
+            retention=args.retention,
         ),
         chunk_tokens=_chunk(args.chunk, longest_input(workload)),
         budget=budget,
@@ -222,30 +220,9 @@ def _choice(text: str | None, argument: str, valid: Sequence[str]) -> str | None
     return text
 
 
-def _refresh(text: str | None) -> str | None:
-    if text is None or text in REFRESHES or (text.isdecimal() and not text.startswith("0")):
-        return text
-    raise UsageError("--refresh", f"{', '.join(REFRESHES)} or a number of tokens", text)
-
-
 def _tier(text: str | None, policies: Sequence[Policy]) -> str | None:
     """A policy that is named for its tier gets one of its own where none is named."""
     return text or (LOCAL_TIER if any(policy.has_tier for policy in policies) else None)
-
-
-def _share(quality: str | None, retention: str | None) -> dict[str, float | None]:
-    if quality is not None and retention is not None:
-        raise UsageError("--retention", "only one of --quality and --retention", retention)
-    shares: dict[str, float | None] = {}
-    for name, text in (("quality", quality), ("retention", retention)):
-        try:
-            value = None if text is None else float(text)
-        except ValueError:
-            value = math.nan
-        if value is not None and not 0 < value <= 1:
-            raise UsageError(f"--{name}", "a number in (0, 1]", text)
-        shares[name] = value
-    return shares
 
 
 def _chunk(text: str | None, context_tokens: int) -> int:

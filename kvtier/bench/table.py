@@ -51,7 +51,8 @@ def print_document(document: Document, console: Console) -> None:
             console.print(line)
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if pairs:
-        console.print(_ratio_table(pairs))
+        heads = [f"{pair.policy} / {pair.baseline}" for pair in pairs]
+        console.print(columns("Ratios (bigger is better)", heads, ratio_rows(pairs)))
     print_failures(document, console)
 
 
@@ -157,12 +158,12 @@ def ratio_rows(pairs: Sequence[Ratios]) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def _ratio_table(pairs: Sequence[Ratios]) -> Table:
-    table = Table(title="Ratios (bigger is better)", title_justify="left")
-    table.add_column("")
-    for pair in pairs:
-        table.add_column(f"{pair.policy} / {pair.baseline}", justify="right")
-    for label, cells in ratio_rows(pairs):
+def columns(title: str, heads: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
+    """A table with a column for each head, of labelled rows."""
+    table = Table(title=title, title_justify="left")
+    for head in ("", *heads):
+        table.add_column(head, justify="right" if head else "left")
+    for label, cells in rows:
         table.add_row(label, *cells)
     return table
 
@@ -224,12 +225,8 @@ def print_plan(model: Model, plans: Sequence[PolicyPlan], console: Console) -> N
         f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads x head_dim {shape.head_dim}, "
         f"{model.kv_dtype} KV on {model.device}, positions up to {format_size(model.max_positions)}"
     )
-    table = Table(title="KV memory, predicted", title_justify="left")
-    for column in ("", *(entry.policy.name for entry in plans)):
-        table.add_column(column, justify="right" if column else "left")
-    for label, values in _plan_rows(plans):
-        table.add_row(label, *values)
-    console.print(table)
+    heads = [entry.policy.name for entry in plans]
+    console.print(columns("KV memory, predicted", heads, _plan_rows(plans)))
     for entry in plans:
         if entry.profile_note:
             console.print(f"head profile of {entry.policy.name}: {entry.profile_note}")

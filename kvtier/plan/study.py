@@ -107,7 +107,7 @@ def ask(question: Question, tell: Tell = lambda text: None) -> dict[str, Any]:
     """Return the fields of the answer, but for those of where it was made. Raises UsageError."""
     traffic, described, lru = open_traffic(question)
     found = []
-    for base in replicas_of(question, traffic):
+    for base in replicas_of(question):
         policy = base.cache.policy
         tell(f"{policy}: simulating {traffic.num_requests:,} requests")
         found.append(_plan(question, traffic, base, tell))
@@ -149,29 +149,25 @@ def _sizes(traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def replicas_of(question: Question, traffic: Traffic) -> list[FleetPlan]:
+def replicas_of(question: Question) -> list[FleetPlan]:
     """Return a fleet of one replica for each policy. Raises UsageError."""
-    if question.calibration is not None:
-        return _calibrated(question)
-    replica = find_replica(question.gpu, question.model, question.tp, question.assumed)
-    return [
-        FleetPlan(
-            replicas=1,
-            rates=replica.rates(),
-            cache=cache_on(replica, question, policy),
-            gpus_per_replica=question.tp,
-            chunk_tokens=question.chunk_tokens,
-            max_running=question.max_running,
-            routing=question.routing,
-            routing_slack=question.routing_slack,
-            schedule_policy=question.schedule_policy,
-        )
-        for policy in question.policies
-    ]
-
-
-def _calibrated(question: Question) -> list[FleetPlan]:
-    assert question.calibration is not None
+    scheduled = {
+        name: getattr(question, name) for name in ("routing", "routing_slack", "schedule_policy")
+    }
+    if question.calibration is None:
+        replica = find_replica(question.gpu, question.model, question.tp, question.assumed)
+        return [
+            FleetPlan(
+                replicas=1,
+                rates=replica.rates(),
+                cache=cache_on(replica, question, policy),
+                gpus_per_replica=question.tp,
+                chunk_tokens=question.chunk_tokens,
+                max_running=question.max_running,
+                **scheduled,
+            )
+            for policy in question.policies
+        ]
     document = load_replay(question.calibration)
     runs = {run.policy: run for run in document.runs}
     for policy in question.policies:
@@ -181,15 +177,13 @@ def _calibrated(question: Question) -> list[FleetPlan]:
     return [
         FleetPlan(
             replicas=1,
-            rates=calibrate(runs[policy], caches[policy]).rates,
-            cache=caches[policy],
-            chunk_tokens=runs[policy].chunk_tokens,
-            max_running=runs[policy].max_running,
-            routing=question.routing,
-            routing_slack=question.routing_slack,
-            schedule_policy=question.schedule_policy,
+            rates=calibrate(run, caches[run.policy]).rates,
+            cache=caches[run.policy],
+            chunk_tokens=run.chunk_tokens,
+            max_running=run.max_running,
+            **scheduled,
         )
-        for policy in question.policies
+        for run in (runs[policy] for policy in question.policies)
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
 
+from kvtier.bench.table import columns
 from kvtier.plan.study import PlanDocument, PolicyPlan
 
 NOTHING = "-"
@@ -17,13 +17,8 @@ def print_plan(document: PlanDocument, console: Console) -> None:
     """Print the answer, a column for each policy."""
     console.print(f"[bold]{describe_traffic(document)}[/bold]")
     console.print(describe_replica(document))
-    table = Table(title=describe_slo(document), title_justify="left")
-    table.add_column("")
-    for plan in document.policies:
-        table.add_column(plan.policy, justify="right")
-    for label, cells in plan_rows(document):
-        table.add_row(label, *cells)
-    console.print(table)
+    heads = [plan.policy for plan in document.policies]
+    console.print(columns(describe_slo(document), heads, plan_rows(document)))
 
 
 def describe_traffic(document: PlanDocument) -> str:

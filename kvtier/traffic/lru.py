@@ -92,4 +92,4 @@ def _sum(tree: npt.NDArray[np.int64], at: int) -> int:
     return total
 
 
-__all__ = ["NEVER", "hit_rates", "needed_blocks", "stack_distances"]
+__all__ = ["hit_rates"]

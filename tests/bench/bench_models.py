@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.heads.profile import HeadProfile, ModelShape
 
+FAKE_WORKER = str(Path(__file__).with_name("fake_worker.py"))
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -20,8 +21,6 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 384,
     "max_position_embeddings": 8192,
 }
-
-
 DEMO_TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo" / "tokenizer.json"
 
 

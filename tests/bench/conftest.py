@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from bench_models import make_profile, write_model
+from bench_models import FAKE_WORKER, make_profile, write_model
+
+from kvtier.bench import runner
 
 
 @pytest.fixture(autouse=True)
@@ -22,3 +25,9 @@ def model_path(tmp_path: Path) -> Path:
     folder = write_model(tmp_path / "model")
     make_profile().save(folder / "head_profile.json")
     return folder
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers have an engine of a few lines."""
+    monkeypatch.setattr(runner, "WORKER_COMMAND", (sys.executable, FAKE_WORKER))

@@ -24,19 +24,14 @@ from kvtier.errors import (
     UsageError,
 )
 
+ALL = "stock, full, kvtier, random, window, full-fp8, kvtier-fp8"
 CASES = [
-    (
-        ["--policies", "full,ful"],
-        UnknownPolicyError,
-        "--policies",
-        "stock, full, kvtier, random, window, full-fp8, kvtier-fp8",
-    ),
+    (["--policies", "full,ful"], UnknownPolicyError, "--policies", ALL),
     (["--policies", "full,full"], UnknownPolicyError, "--policies", "each once"),
     (["--len", "long"], SizeError, "--len", "a size such as"),
     (["--len", "16"], SizeError, "--len", "at least 64"),
     (["--len", "8k"], SizeError, "--len", "at most"),
     (["--turns", "0"], UsageError, "--turns", "at least 1"),
-    (["--turns", "many"], UsageError, "--turns", "whole number"),
     (["--sessions", "0"], UsageError, "--sessions", "at least 1"),
     (["--questions", "0"], UsageError, "--questions", "at least 1"),
     (["--seed", "-1"], UsageError, "--seed", "at least 0"),
@@ -54,6 +49,10 @@ CASES = [
     (["--budget-sessions", "1"], BudgetError, "--budget-sessions", "policy kvtier"),
     (["--json", "no/such/folder/out.json"], UsageError, "--json", "existing directory"),
     (["--report", "."], UsageError, "--report", "existing directory"),
+    (["--retention", "2"], ConfigurationError, "--retention", "1"),
+    (["--refresh", "never"], ConfigurationError, "--refresh", "turn"),
+    (["--refresh", "turn", "--retention", "0.5"], ConfigurationError, "--refresh", "a tier"),
+    (["--merge", "some"], ConfigurationError, "--merge", "keepkv"),
 ]
 
 
@@ -61,9 +60,8 @@ CASES = [
 def test_bad_input_is_a_typed_error_that_names_the_flag(
     flags: list[str], kind: type[UsageError], argument: str, says: str, model_path: Path
 ):
-    given = ["--len", "4k", "--model-path", str(model_path), *flags]
     with pytest.raises(UsageError) as caught:
-        make_plans(parse_options(given))
+        plan_for(model_path, *flags)
     assert type(caught.value) is kind
     assert caught.value.argument == argument
     assert says in str(caught.value)
@@ -73,15 +71,9 @@ def plan_for(folder: Path, *flags: str) -> None:
     make_plans(parse_options(["--len", "4k", "--model-path", str(folder), *flags]))
 
 
-@pytest.mark.parametrize(
-    "config", [{"kv_lora_rank": 512}, {"mamba_d_state": 16}, {"sliding_window": 4096}]
-)
-def test_a_model_that_cannot_be_split_is_refused(config: dict[str, int], tmp_path: Path):
+def test_a_model_that_cannot_be_benched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UnsupportedModelError, match="--model-path"):
-        plan_for(write_model(tmp_path / "model", **config))
-
-
-def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Path):
+        plan_for(write_model(tmp_path / "split", kv_lora_rank=512))
     with pytest.raises(UsageError, match="weights"):
         plan_for(write_model(tmp_path / "empty", weights=False))
     with pytest.raises(UsageError, match="vocabulary"):
@@ -89,52 +81,33 @@ def test_a_model_directory_without_weights_or_vocabulary_is_refused(tmp_path: Pa
     with pytest.raises(UsageError, match=r"--model-path: .*existing model directory"):
         plan_for(tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()
-    with pytest.raises(
-        UsageError, match=r"--model-path: expected a readable file, got .*config\.json"
-    ):
+    with pytest.raises(UsageError, match=r"--model-path: .*readable file, got .*config\.json"):
         plan_for(tmp_path / "bare")
-    bare = write_model(tmp_path / "speechless", tokenizer=False)
     with pytest.raises(UsageError, match=r"--model-path: .*a model with a tokenizer"):
-        plan_for(bare)
-
-
-def test_a_missing_demo_model_says_where_it_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+        plan_for(write_model(tmp_path / "speechless", tokenizer=False))
     monkeypatch.setattr("kvtier.demo_model.PLACE", "models/gone")
     with pytest.raises(UsageError, match=r"--model-path: .*lacks the demo model"):
         make_plans(parse_options([]))
 
 
-def test_a_head_profile_of_another_model_is_refused(tmp_path: Path, model_path: Path):
+def test_a_head_profile_that_is_not_there_or_another_models_is_refused(
+    tmp_path: Path, model_path: Path
+):
     other = tmp_path / "other.json"
     shape = SHAPE.model_copy(update={"num_layers": 2})
-    make_profile(shape=shape, ca_heads=((), (0,))).save(other)
-    with pytest.raises(HeadProfileMismatchError, match="head_profile"):
-        plan_for(model_path, "--head-profile", str(other))
-    make_profile(revision="0" * 16).save(other)
-    with pytest.raises(HeadProfileMismatchError, match="revision"):
-        plan_for(model_path, "--head-profile", str(other))
-
-
-def test_a_head_profile_that_is_not_there_or_not_one_is_refused(tmp_path: Path, model_path: Path):
+    for profile, named in (
+        (make_profile(shape=shape, ca_heads=((), (0,))), "head_profile"),
+        (make_profile(revision="0" * 16), "revision"),
+    ):
+        profile.save(other)
+        with pytest.raises(HeadProfileMismatchError, match=named):
+            plan_for(model_path, "--head-profile", str(other))
     with pytest.raises(HeadProfileError, match=r"gone\.json"):
         plan_for(model_path, "--head-profile", str(tmp_path / "gone.json"))
-    (model_path / "head_profile.json").write_text("{}")
-    with pytest.raises(HeadProfileError, match="head_profile"):
-        plan_for(model_path)
     (model_path / "head_profile.json").unlink()
     with pytest.raises(HeadProfileError, match=r"--head-profile: .*policy random.*calibrate"):
         plan_for(model_path, "--policies", "full,kvtier,random")
     plan_for(model_path, "--policies", "stock,full,window")
-
-
-def test_a_bad_setting_in_the_environment_is_named(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("KVTIER_LOCALITY_SINK_TOKENS", "-1")
-    with pytest.raises(ConfigurationError, match="KVTIER_LOCALITY_SINK_TOKENS"):
-        plan_for(model_path)
 
 
 def test_the_command_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]):
@@ -153,17 +126,14 @@ class Block:
             raise ImportError(f"{name} is blocked")
 sys.meta_path.insert(0, Block())
 from kvtier.bench.__main__ import main
+assert main([*sys.argv[1:], "--len", "9m"]) == 2
 sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize(
-    ("flags", "code"), [(["--dry-run"], 0), (["--policies", "nope"], 2), (["--len", "9m"], 2)]
-)
-def test_no_torch_and_no_engine_is_imported_to_plan_or_to_refuse(
-    flags: list[str], code: int, model_path: Path
-):
-    command = [sys.executable, "-c", BLOCKED, "--model-path", str(model_path), "--len", "4k"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=SAFETY_S)
-    assert done.returncode == code, done.stderr
+def test_no_torch_and_no_engine_is_imported_to_plan_or_to_refuse(model_path: Path):
+    flags = ["--model-path", str(model_path), "--len", "4k", "--dry-run"]
+    command = [sys.executable, "-c", BLOCKED, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_S)
+    assert done.returncode == 0, done.stderr
     assert "blocked" not in done.stderr

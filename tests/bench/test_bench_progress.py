@@ -31,46 +31,31 @@ def test_chunks_are_told_as_the_log_grows(tmp_path, monkeypatch):
     assert told == [2048, 2048]
 
 
-@pytest.fixture
-def plan(model_path):
-    _, plans = make_plans(
-        parse_options(["--len", "4k", "--turns", "3", "--model-path", str(model_path)])
-    )
-    return plans[0].plan
-
-
-def shown(progress: Progress, plan, chunks: int) -> None:
-    progress.event(plan, {"event": "turn", "turn": 1, "session": 0})
-    for _ in range(chunks):
-        progress.prefilled(plan, 1024)
-
-
-def test_without_a_terminal_a_line_comes_now_and_then(plan, monkeypatch, capsys):
-    monkeypatch.setattr(module, "NOTE_EVERY_S", 0.0)
-    with Progress(quiet=False) as progress:
-        shown(progress, plan, 3)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert "turn 1/3, 3k tokens read (75% of a context) in 0 s" in lines[-1]
-    monkeypatch.setattr(module, "NOTE_EVERY_S", 60.0)
-    with Progress(quiet=False) as progress:
-        shown(progress, plan, 3)
-    assert capsys.readouterr().err == ""
-
-
-def test_with_a_terminal_the_status_says_it(plan, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_prefill_says_how_far_it_is_now_and_then_or_in_a_status(
+    model_path, monkeypatch, is_terminal
+):
+    flags = ["--len", "4k", "--turns", "3", "--model-path", str(model_path)]
+    plan = make_plans(parse_options(flags))[1][0].plan
     screen = io.StringIO()
-    with Progress(quiet=False) as progress:
-        progress._console = Console(file=screen, force_terminal=True, width=120)
-        progress._status = progress._console.status("starting")
-        shown(progress, plan, 2)
-        progress._console.print(progress._status.renderable)
-        progress._status = None
-    assert "2k tokens read (50% of a context)" in screen.getvalue()
 
+    def shown(every_s: float) -> list[str]:
+        """The lines of a turn's prefill, of three chunks; what is outside a turn is not shown."""
+        monkeypatch.setattr(module, "NOTE_EVERY_S", every_s)
+        screen.truncate(0)
+        with Progress(quiet=False) as progress:
+            progress._console = Console(file=screen, force_terminal=is_terminal, width=120)
+            progress._status = progress._console.status("starting") if is_terminal else None
+            progress.prefilled(plan, 1024)
+            progress.event(plan, {"event": "turn", "turn": 1, "session": 0})
+            for _ in range(3):
+                progress.prefilled(plan, 1024)
+            if is_terminal:
+                progress._console.print(progress._status.renderable)
+                progress._status = None
+        return screen.getvalue().splitlines()
 
-def test_what_is_computed_outside_a_turn_is_not_shown(plan, monkeypatch, capsys):
-    monkeypatch.setattr(module, "NOTE_EVERY_S", 0.0)
-    with Progress(quiet=False) as progress:
-        progress.prefilled(plan, 1024)
-    assert capsys.readouterr().err == ""
+    lines = shown(0.0)
+    assert is_terminal or len(lines) == 3
+    assert "turn 1/3, 3k tokens read (75% of a context) in 0 s" in lines[-1]
+    assert is_terminal or shown(60.0) == []

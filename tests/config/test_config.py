@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import ConfigurationError, SizeError
-from kvtier.sizes import format_bytes, format_size, parse_size
+from kvtier.sizes import format_size, parse_size
 
 
 def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path):
@@ -26,17 +26,14 @@ def test_flags_beat_environment_beats_file_beats_defaults(monkeypatch, tmp_path)
     assert (settings.nll_stride, settings.kernels, locality.compensation) == (5, "auto", True)
 
 
-def test_a_missing_configuration_file_is_named(monkeypatch):
-    monkeypatch.setenv("KVTIER_CONFIG", "nowhere.toml")
-    with pytest.raises(ConfigurationError, match="KVTIER_CONFIG"):
-        load_settings()
-
-
-def test_a_broken_configuration_file_is_named(tmp_path):
+def test_a_configuration_file_that_cannot_be_read_is_named(monkeypatch, tmp_path):
     for content in (b"nll_stride = = 3", b"\xff\xfe"):
         (tmp_path / "kvtier.toml").write_bytes(content)
         with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected a readable TOML"):
             load_settings()
+    monkeypatch.setenv("KVTIER_CONFIG", "nowhere.toml")
+    with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected an existing"):
+        load_settings()
 
 
 SECRET_URL = "rediss://ada:s3cr3t@cache:6380/2"
@@ -87,20 +84,51 @@ def test_a_bad_store_setting_is_named_without_its_password(flags, name, tmp_path
     assert "cr3t" not in told
 
 
-@pytest.mark.parametrize(("given", "missing"), [("certificate", "key"), ("key", "certificate")])
-def test_half_of_a_client_certificate_is_refused_by_what_is_missing(tmp_path, given, missing):
-    file = tmp_path / "one.pem"
-    file.touch()
-    with pytest.raises(ConfigurationError, match=rf"^redis\.{missing}: expected .* together"):
-        load_settings(redis_url="rediss://cache", **{f"redis_{given}": file})
-
-
 def test_settings_that_do_not_go_together_hide_the_password_too(monkeypatch):
     """The input of a rule over all settings is all settings."""
     monkeypatch.setenv("KVTIER_REDIS_URL", SECRET_URL)
     with pytest.raises(ConfigurationError, match=r"^--retention: expected only one of") as caught:
         load_settings(quality=0.9, retention=0.5)
     assert "cr3t" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("memory", "folder"),
+    [("store", None), ("./store", Path("store")), ("store/", Path("store")), ("a", Path("a"))],
+)
+def test_a_directory_of_memories_that_is_called_store_is_not_the_store(monkeypatch, memory, folder):
+    sent = load_settings(memory=memory)
+    assert sent.memory_folder == folder
+    monkeypatch.setenv("KVTIER_MEMORY", sent.to_env()["KVTIER_MEMORY"])
+    assert load_settings().memory_folder == folder
+
+
+_texts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
+_VALUES = {
+    "head_profile": _texts.map(lambda text: f"./{text}"),
+    "memory": st.just("store") | _texts.map(lambda text: f"./{text}"),
+    "share_rule": _texts,
+    "nll_stride": st.integers(1, 2**40),
+    "shadow_share": st.floats(0, 1),
+    "force_cpu": st.booleans(),
+    "tier_address": _texts.map(lambda text: f"unix:/{text}"),
+    "calibration_poll_s": st.floats(0, 1e300, exclude_min=True),
+    "redis_url": st.from_regex(
+        r"\Arediss?://(\w*:\w+@)?[a-z]+(:[1-9][0-9]{3})?(/\d)?\Z", fullmatch=True
+    ),
+}
+
+
+@given(st.fixed_dictionaries({}, optional=_VALUES))
+def test_any_value_survives_the_trip_through_the_environment(values):
+    """Whatever they are: one setting of each kind; test_setting_names.py sends every setting."""
+    sent = load_settings(**values)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in sent.to_env().items():
+            patch.setenv(name, text)
+        received = load_settings()
+    assert received == sent
+    assert received.to_env() == sent.to_env()
 
 
 def test_data_live_in_the_users_folder_unless_told(tmp_path, monkeypatch):
@@ -118,12 +146,3 @@ def test_sizes_round_trip(value):
 def test_what_is_not_a_size_is_refused_by_name(text):
     with pytest.raises(SizeError, match=r"^--len: expected"):
         parse_size(text, "--len")
-
-
-def test_bytes_are_readable():
-    assert [format_bytes(n) for n in (5, 1536, 5 * 2**20, 3 * 2**30)] == [
-        "5 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.00 GiB",
-    ]

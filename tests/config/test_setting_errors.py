@@ -32,8 +32,10 @@ from kvtier.errors import ConfigurationError
         ({"refresh": "turn", "tier": "local"}, "--refresh"),
         ({"refresh": "sometimes"}, "--refresh"),
         ({"refresh_moved": 0.5}, "--refresh-moved"),
-        ({"tier": "local", "tier_ca": __file__}, "tier.certificate"),
+        ({"tier": "local", "tier_ca": __file__}, r"tier\.certificate"),
         ({"tier": "local", "tier_ca": "x", "tier_key": "x", "tier_certificate": "x"}, "--tier-ca"),
+        ({"redis_url": "rediss://cache", "redis_key": __file__}, r"redis\.certificate"),
+        ({"redis_url": "rediss://cache", "redis_certificate": __file__}, r"redis\.key"),
     ],
 )
 def test_a_bad_setting_is_named(flags, name):

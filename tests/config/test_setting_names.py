@@ -107,8 +107,10 @@ def _as_flags(name, value):
     return [f"--{flag}", str(value)]
 
 
-def test_every_setting_has_an_example_here():
+def test_every_setting_has_an_example_here_and_names_of_its_own():
     assert [setting.path for setting in SETTINGS] == list(EXAMPLES)
+    names = [name for setting in SETTINGS for name in setting.names]
+    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.path)
@@ -144,11 +146,6 @@ def test_the_page_of_settings_has_a_row_for_every_setting():
         flags = " or ".join(f"`{flag}`" for flag in setting.flags)
         assert page.count(f"| `{setting.key}` | {flags} |") == 1
     assert [f"## `[{section}]`" in page for section in SECTIONS] == [True] * len(SECTIONS)
-
-
-def test_names_are_unique():
-    names = [name for setting in SETTINGS for name in setting.names]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize(

@@ -15,36 +15,13 @@ from monitoring_queries import (
     DEPLOY,
     RULE_TESTS,
     RULES,
-    Query,
-    panel_queries,
     panels,
-    rule_queries,
     rules,
     selectors,
-    unknown,
 )
 
 PROMTOOL = shutil.which("promtool")
 DOCS = DEPLOY.parent / "docs" / "monitoring.md"
-
-
-def test_every_query_is_promql():
-    queries = [*panel_queries(), *rule_queries()]
-    assert len(queries) > 80
-    for query in queries:
-        assert selectors(query.expr), query
-
-
-def test_a_mistyped_metric_or_label_is_found():
-    scraped = {"kvtier_turns_total": {"model_name", "reason"}}
-    good = Query("a", 'sum by (reason) (rate(kvtier_turns_total{reason="share"}[5m]))')
-    assert unknown([good], scraped) == []
-    typo = Query("b", "rate(kvtier_turn_total[5m]) / on (x) rate(kvtier_turns_total[5m])")
-    assert unknown([typo], scraped) == ["b: no target has kvtier_turn_total"]
-    label = Query("c", 'rate(kvtier_turns_total{why="share"}[5m])')
-    assert unknown([label], scraped) == ["c: kvtier_turns_total has no label why"]
-    with pytest.raises(ValueError, match="unexpected character"):
-        selectors("rate(kvtier_turns_total[5m)")
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

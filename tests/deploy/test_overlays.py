@@ -11,7 +11,6 @@ from deploy.checks import CHECKS, findings
 from deploy.checks.__main__ import main
 from deploy.checks.manifests import OURS
 from deploy.checks.rendering import DEPLOY, EXAMPLES, VALUES, copy_tree, render
-from kvtier import __version__
 from kvtier.errors import UsageError
 
 
@@ -49,21 +48,9 @@ def test_values_that_were_copied_and_not_set_are_found(tree):
 def test_the_two_values_are_all_that_production_wants_set(rendered):
     example = (DEPLOY / f"{VALUES}.example").read_text().splitlines()
     assert [line.split("=")[0] for line in example if "=" in line] == list(EXAMPLES)
-    production = rendered["production"]
-    assert all(
-        one.image.startswith(f"{EXAMPLES['IMAGES']}/kvtier-") == bool(OURS.search(one.image))
-        for _, one in production.containers()
-    )
-    assert findings(production, ["images"]) == []
-
-
-def test_images_are_of_the_version_that_is_in_the_tree(rendered):
-    tags = {
-        found["tag"]
-        for _, one in rendered["production"].containers()
-        if (found := OURS.search(one.image))
-    }
-    assert tags == {__version__}
+    ours = f"{EXAMPLES['IMAGES']}/kvtier-"
+    for _, one in rendered["production"].containers():
+        assert one.image.startswith(ours) == bool(OURS.search(one.image))
 
 
 def test_a_root_that_may_be_written_is_the_only_thing_that_the_component_changes(tmp_path):

@@ -55,6 +55,18 @@ def test_the_page_runs_every_example():
     assert set(AGENTS) == scripts - {"vault", "vault_mcp"}
 
 
+def test_codes_of_notes_are_nowhere_in_the_manual(monkeypatch: pytest.MonkeyPatch):
+    """An agent that opens a vault by a note's codes has read the note."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import vault
+
+    story = vault.write_story(7, 1000)
+    codes = list(story.vaults.codes.values())
+    assert [c in story.manual for c in codes] == [True, True, True, False, False]
+    noted = [c in text for c, text in zip(codes[3:], story.vaults.contents.values(), strict=False)]
+    assert noted == [True, True]
+
+
 @pytest.mark.parametrize("agent", sorted(set(AGENTS) - {"subagents"}))
 def test_an_agent_opens_every_vault(agent: str, server_url: str):
     done = run_agent(EXAMPLES / f"{agent}.py", AGENTS[agent], server_url)

@@ -17,8 +17,10 @@ from kvtier_kernels import (
     get_kernels,
     merge_states,
 )
+from kvtier_kernels.fp8 import FP8_DTYPES, as_stored
 from kvtier_kernels.triton_backend.attention import tiles
 
+E4M3, E5M2 = FP8_DTYPES
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,18 +43,12 @@ def device():
         yield
 
 
-@pytest.fixture
-def short_splits(monkeypatch):
-    """Have the Triton backend cut a prefix that its interpreter is done with soon."""
-    monkeypatch.setattr(tiles, "LEAST_SPLIT", 128)
-
-
 def make_cache(heads, dim, dtype, *, slots=3000, layout="slot-major"):
     shape = (slots, heads, dim) if layout == "slot-major" else (heads, slots, dim)
     k, v = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     if layout == "head-major":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    return k, v
+    return RaggedKV(k, v)
 
 
 def oracle(q, k, v, visible):
@@ -64,52 +60,54 @@ def oracle(q, k, v, visible):
     return torch.einsum("rhge,ehd->rhgd", weights, v.double()), lse
 
 
-def assert_close(state, o, lse, dtype):
-    torch.testing.assert_close(state.o.double(), o, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    torch.testing.assert_close(
-        state.lse.double(), lse, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
-    )
-
-
-def assert_extends(kernels, q, k_new, v_new, kv, slots, prefixes, news):
-    """Extending of requests, each with so many prefix entries and new tokens.
-
-    kv: its k and v count as q's dtype has them; slots: of all entries, in order.
-    """
-    dtype, scale = q.dtype, q.shape[-1] ** -0.5
+def assert_extends(kernels, kv, group, dtype, prefixes, news, *, slots=None, tolerance=TOLERANCE):
+    """Extending of requests, each with so many prefix entries and new tokens. slots: of all
+    entries, in order; random ones by default. Returns the plan."""
+    if slots is None:
+        slots = torch.randperm(len(kv.k) - 1)[: sum(prefixes)] + 1
+    heads, dim = kv.k.shape[1:]
+    q = torch.randn(sum(news), heads, group, dim).to(dtype)
+    new = torch.randn(2, sum(news), heads, dim)
+    # A cache of one byte a number has rounded what new tokens see of each other, too.
+    rounded = as_stored(new, kv.k.dtype, 1.0) if kv.k.dtype in FP8_DTYPES else new
+    k_new, v_new = rounded.to(dtype)
     k, v = kv.k.to(dtype), kv.v.to(dtype)
     indptr, q_indptr = ([0, *itertools.accumulate(each)] for each in (prefixes, news))
-    state = kernels.extend(q, k_new, v_new, q_indptr, kv, kernels.plan(slots, indptr), scale)
+    plan = kernels.plan(slots, indptr)
+    state = kernels.extend(q, k_new, v_new, q_indptr, kv, plan, dim**-0.5)
+    limit = {"rtol": tolerance[dtype], "atol": tolerance[dtype]}
     for i, (n, m) in enumerate(zip(prefixes, news, strict=True)):
         own, part = slots[indptr[i] : indptr[i + 1]], slice(q_indptr[i], q_indptr[i + 1])
         keys, values = torch.cat([k[own], k_new[part]]), torch.cat([v[own], v_new[part]])
         visible = torch.arange(n + m)[None, :] <= (n + torch.arange(m))[:, None]
         o, lse = oracle(q[part], keys, values, visible)
-        assert_close(AttentionState(state.o[part], state.lse[part]), o, lse, dtype)
+        torch.testing.assert_close(state.o[part].double(), o, **limit)
+        torch.testing.assert_close(state.lse[part].double(), lse, **limit)
+    return plan
 
 
 @backends
 @pytest.mark.parametrize(
-    ("dtype", "layout", "heads", "group", "dim"),
+    ("dtype", "kv_dtype", "layout", "heads", "group", "dim"),
     [
-        (torch.float32, "slot-major", 3, 2, 32),
-        (torch.float32, "head-major", 2, 7, 128),
-        (torch.bfloat16, "slot-major", 2, 7, 128),
-        (torch.bfloat16, "head-major", 1, 1, 64),
-        (torch.float16, "slot-major", 1, 16, 256),
-        (torch.float16, "head-major", 3, 2, 32),
+        (torch.float32, torch.float32, "slot-major", 3, 2, 32),
+        (torch.float32, torch.float32, "head-major", 2, 7, 128),
+        (torch.bfloat16, torch.bfloat16, "slot-major", 2, 7, 128),
+        (torch.bfloat16, torch.bfloat16, "head-major", 1, 1, 64),
+        (torch.float16, torch.float16, "slot-major", 1, 16, 256),
+        (torch.float16, torch.float16, "head-major", 3, 2, 32),
+        (torch.float16, E4M3, "slot-major", 2, 4, 64),
+        (torch.float16, E5M2, "slot-major", 2, 4, 64),
+        (torch.float32, E4M3, "slot-major", 2, 4, 64),
+        (torch.float32, E5M2, "slot-major", 2, 4, 64),
     ],
 )
-def test_extend_equals_dense_attention(name, dtype, layout, heads, group, dim):
+def test_extend_equals_dense_attention(name, dtype, kv_dtype, layout, heads, group, dim):
     """The lengths are mixed. A layout is but strides, so that no shape of a dtype comes up in
     both."""
     torch.manual_seed(heads * 100 + group)
-    prefixes, news = [0, 1, 130, 70], [20, 1, 5, 13]
-    k, v = make_cache(heads, dim, dtype, layout=layout)
-    slots = torch.randperm(2999)[: sum(prefixes)] + 1
-    q = torch.randn(sum(news), heads, group, dim).to(dtype)
-    k_new, v_new = torch.randn(2, sum(news), heads, dim).to(dtype)
-    assert_extends(get_kernels(name), q, k_new, v_new, RaggedKV(k, v), slots, prefixes, news)
+    kv = make_cache(heads, dim, kv_dtype, layout=layout)
+    assert_extends(get_kernels(name), kv, group, dtype, [0, 1, 130, 70], [20, 1, 5, 13])
 
 
 @backends
@@ -123,57 +121,47 @@ def test_extend_equals_dense_attention(name, dtype, layout, heads, group, dim):
 @example(prefixes=[130, 0], news=[70, 1, 1], seed=0)
 def test_extend_equals_dense_attention_over_prefix_and_causal_tail(name, prefixes, news, seed):
     torch.manual_seed(seed)
-    heads, group, dim = 2, 3, 32
-    news = news[: len(prefixes)]
-    kv = RaggedKV(*make_cache(heads, dim, torch.float32))
-    starts = [1 + 200 * i for i in range(len(prefixes))]
-    slots = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, prefixes, strict=True)])
-    q = torch.randn(sum(news), heads, group, dim)
-    k_new, v_new = torch.randn(2, sum(news), heads, dim)
-    assert_extends(get_kernels(name), q, k_new, v_new, kv, slots, prefixes, news)
+    kv = make_cache(2, 32, torch.float32)
+    assert_extends(get_kernels(name), kv, 3, torch.float32, prefixes, news[: len(prefixes)])
+
+
+# In the interpreter very many entries take long: there it is no more than this.
+MANY = 1 << 10
 
 
 @backends
-@pytest.mark.usefixtures("short_splits")
-@pytest.mark.parametrize(("new", "length"), [(1, 900), (2, 890)])
-def test_few_tokens_over_a_long_prefix_give_dense_attention(name, new, length):
-    """A backend may cut the prefix in pieces: the last of eight has few entries, or none."""
-    torch.manual_seed(new)
-    heads, group, dim = 2, 3, 64
-    kv = RaggedKV(*make_cache(heads, dim, torch.float32, slots=length + 1))
-    slots = torch.randperm(length) + 1
-    q = torch.randn(new, heads, group, dim)
-    k_new, v_new = torch.randn(2, new, heads, dim)
-    assert_extends(get_kernels(name), q, k_new, v_new, kv, slots, [length], [new])
-
-
-@backends
-@pytest.mark.usefixtures("short_splits")
-def test_one_request_of_very_many_entries_spoils_nothing_for_short_and_empty_ones(name):
+@pytest.mark.parametrize(
+    ("prefixes", "news", "dim", "tile"),
+    [([900], [1], 64, 64), ([890], [2], 64, 64), ([3, MANY, 0, 1, 257], [1, 2, 1, 1, 3], 64, 64),
+     ([0, 40, 17], [3, 19, 5], 32, 16)],
+    ids=["with a short last split", "with an empty last split", "beside others", "by small tiles"],
+)  # fmt: skip
+def test_a_prefix_is_cut_without_a_difference(monkeypatch, name, prefixes, news, dim, tile):
+    """Splits spoil nothing for short and empty requests. The interpreter's tile is larger than a
+    GPU's; with the GPU's, rows and entries of a request are in several tiles."""
+    monkeypatch.setattr(tiles, "LEAST_SPLIT", 128)
+    monkeypatch.setattr(tiles, "INTERPRETED_TILE", tile)
+    if name != "triton" or THOROUGH or torch.cuda.is_available():
+        prefixes = [1 << 17 if length == MANY else length for length in prefixes]
     torch.manual_seed(7)
-    # In the interpreter it would take long.
-    longest = 1 << (10 if name == "triton" and not (THOROUGH or torch.cuda.is_available()) else 17)
-    prefixes, news = [3, longest, 0, 1, 257], [1, 2, 1, 1, 3]
-    kv = RaggedKV(*make_cache(1, 64, torch.float32, slots=sum(prefixes) + 1))
-    slots = torch.randperm(sum(prefixes)) + 1
-    q = torch.randn(sum(news), 1, 4, 64)
-    k_new, v_new = torch.randn(2, sum(news), 1, 64)
-    assert_extends(get_kernels(name), q, k_new, v_new, kv, slots, prefixes, news)
+    kv = make_cache(2, dim, torch.float32, slots=sum(prefixes) + 2)
+    assert_extends(get_kernels(name), kv, 4, torch.float32, prefixes, news)
 
 
 @backends
 @pytest.mark.parametrize("layout", ["slot-major", "head-major"])
-def test_new_tokens_are_written_into_their_slots(name, layout):
+@pytest.mark.parametrize("dtype", [torch.float32, *FP8_DTYPES], ids=str)
+def test_new_tokens_are_written_into_their_slots(name, layout, dtype):
     torch.manual_seed(5)
-    k, v = make_cache(3, 32, torch.float32, layout=layout)
-    new = torch.randn(25, 3, 64)
+    kv = make_cache(3, 32, dtype, layout=layout)
+    new = as_stored(torch.randn(25, 3, 64), dtype, 1.0)
     slots = torch.randperm(3000)[:25]
-    untouched = torch.ones(3000, dtype=torch.bool).index_fill_(0, slots, value=False)
-    before = k[untouched].clone(), v[untouched].clone()
+    expected = [side.float().clone() for side in kv]
+    for side, wanted in zip(expected, new.split(32, -1), strict=True):
+        side[slots] = wanted
     # Rows of one product, as a model has them.
-    get_kernels(name).store(new[..., :32], new[..., 32:], RaggedKV(k, v), slots)
-    torch.testing.assert_close((k[slots], v[slots]), new.split(32, -1), rtol=0, atol=0)
-    torch.testing.assert_close((k[untouched], v[untouched]), before, rtol=0, atol=0)
+    get_kernels(name).store(new[..., :32], new[..., 32:], kv, slots)
+    assert all(torch.equal(side.float(), full) for side, full in zip(kv, expected, strict=True))
 
 
 @backends

@@ -1,54 +1,38 @@
-"""The reference backend's own: how it cuts a table of slots in runs, and attention in blocks."""
+"""The reference backend's own ways: slots and pages in runs, entries in blocks, lists by threads.
+They give what the equivalence suite asks for."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from list_problems import make_problem
-from test_equivalence import assert_extends, make_cache
-from test_lists import assert_exact, with_unseen
+from test_equivalence import DEVICE, assert_extends, device, make_cache  # noqa: F401
+from test_lists import assert_exact, make_problem, with_unseen
 
-from kvtier_kernels import RaggedKV
+from kvtier_kernels import get_kernels
 from kvtier_kernels.reference_backend import compiled, lists, products
-from kvtier_kernels.reference_backend.kernels import ReferenceKernels
-from kvtier_kernels.reference_backend.slots import plan_request
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(autouse=True)
-def device():
-    with torch.device(DEVICE):
-        yield
+KERNELS = get_kernels("reference")
+votes = pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "by head"])
 
 
-@settings(max_examples=100)
-@given(st.lists(st.integers(1, 60), min_size=0, max_size=60, unique=True), st.integers(2, 6))
-def test_a_plan_covers_every_slot_once(slots, min_run):
-    plan = plan_request(torch.tensor(slots, dtype=torch.int64), min_run)
-    covered = [s for a, b in plan.runs for s in range(a, b)]
-    loose = [] if plan.scattered is None else plan.scattered.tolist()
-    assert sorted(covered + loose) == sorted(slots)
-    assert all(b - a >= min_run for a, b in plan.runs)
+def problem_of(votes):
+    problem = make_problem(votes=votes)
+    return problem if votes is None else with_unseen(problem)
 
 
 @pytest.mark.parametrize("layout", ["slot-major", "head-major"])
 def test_prefixes_are_read_in_runs_and_in_blocks(monkeypatch, layout):
     monkeypatch.setattr(products, "GATHERED_ENTRIES", 16)
     torch.manual_seed(6)
-    prefixes, news = [600, 0, 530, 40], [3, 20, 1, 2]
-    k, v = make_cache(2, 32, torch.float32, layout=layout)
-    slots = torch.randperm(1500)[: sum(prefixes)]
+    slots = torch.randperm(1500)[:1170]
     slots[20:590] = torch.arange(1600, 2170)
     slots[600:1130] = torch.arange(2300, 2830)
-    q, (k_new, v_new) = torch.randn(26, 2, 3, 32), torch.randn(2, 26, 2, 32)
-    kernels = ReferenceKernels()
-    plan = kernels.plan(slots, [0, 600, 600, 1130, 1170])
+    kv = make_cache(2, 32, torch.float32, layout=layout)
+    plan = assert_extends(
+        KERNELS, kv, 3, torch.float32, [600, 0, 530, 40], [3, 20, 1, 2], slots=slots
+    )
     assert [len(own.runs) for own in plan] == [1, 0, 1, 0]
-    assert_extends(kernels, q, k_new, v_new, RaggedKV(k, v), slots, prefixes, news)
 
 
-@pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
+@votes
 def test_lists_are_read_in_runs_in_blocks_and_by_threads(monkeypatch, votes):
     monkeypatch.setattr(lists, "compiled", None)
     monkeypatch.setattr(lists, "MIN_RUN_PAGES", 1)
@@ -56,21 +40,17 @@ def test_lists_are_read_in_runs_in_blocks_and_by_threads(monkeypatch, votes):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(products, "GATHERED_ENTRIES", 10)
     monkeypatch.setattr(products, "BLOCK_LOGITS", 300)
-    problem = make_problem(votes=votes)
-    problem = problem if votes is None else with_unseen(problem)
-    assert_exact("reference", problem, 4, torch.float32, [3, 0, 20])
+    assert_exact(KERNELS.lists, problem_of(votes), 4, torch.float32, [3, 0, 20])
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="compiled for a CPU")
-@pytest.mark.parametrize("votes", [None, (), (4,)], ids=["no votes", "per entry", "per head"])
+@votes
 @pytest.mark.parametrize("threads", [2, 7, 64])
 def test_threads_share_the_pages_of_lists(monkeypatch, votes, threads):
     """A list in one part, in many, and parts without a page."""
     monkeypatch.setattr(compiled, "THREAD_PAGES", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    problem = make_problem(votes=votes)
-    problem = problem if votes is None else with_unseen(problem)
-    assert_exact("reference", problem, 4, torch.float32, [1, 1, 1])
+    assert_exact(KERNELS.lists, problem_of(votes), 4, torch.float32, [1, 1, 1])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -31,25 +31,16 @@ class Mine(ReferenceKernels):
     selection = ZeroMass()
 
 
-@pytest.fixture
-def registered(monkeypatch):
+def test_a_registered_backend_is_chosen_by_name_and_selects_where_it_is_automatic(monkeypatch):
     """One file, and one line in the registry."""
     module = ModuleType("my_backend")
     module.make_kernels = Mine
     monkeypatch.setitem(sys.modules, "my_backend", module)
     monkeypatch.setitem(BACKENDS, "mine", "my_backend:make_kernels")
-
-
-@pytest.mark.usefixtures("registered")
-def test_a_registered_backend_can_be_chosen_by_name():
     assert "mine" in available_kernels()
     assert isinstance(get_kernels("mine"), Mine)
     # Nothing chooses it by itself.
     assert get_kernels(device="cpu").name == "reference"
-
-
-@pytest.mark.usefixtures("registered")
-def test_what_is_automatic_for_a_device_selects_there(monkeypatch):
     q, k = torch.randn(6, 2, 1, 8), torch.randn(6, 2, 8)
     arguments = (q, k, [0, 6], [0], 0.3, 4)
     assert window_mass(*arguments).sum() > 0
@@ -70,16 +61,12 @@ def test_every_backend_selects(name):
     assert kernels.name == name
 
 
-def test_selection_is_made_once_per_backend():
+def test_the_automatic_choice_is_where_the_tensors_are():
+    assert get_kernels(device="cpu").name == "reference"
+    assert get_kernels(device="cuda:1").name == "triton"
     assert selection_kernels(torch.device("cpu")) is selection_kernels(torch.device("cpu"))
 
 
 def test_an_unknown_backend_lists_the_valid_ones():
     with pytest.raises(KernelUnavailableError, match="reference"):
         get_kernels("magic")
-
-
-def test_the_automatic_choice_is_where_the_tensors_are():
-    assert get_kernels(device="cpu").name == "reference"
-    assert get_kernels(device=torch.device("cpu")).name == "reference"
-    assert get_kernels(device="cuda:1").name == "triton"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from kvtier.bench.replay.metrics import percentiles
 from kvtier.bench.replay.schema import ReplayRecord, ReplayResult, ReplaySummary
 from kvtier.bench.schema import PoolSizes
 from kvtier.errors import UsageError
-from kvtier.plan.calibration import calibrate, groups_alone, load_replay
+from kvtier.plan.calibration import calibrate, groups_alone
 from kvtier.plan.fleet import Cache, FleetPlan, Rates
-from kvtier.plan.hardware import Assumptions, find_replica
 from kvtier.plan.simulate import simulate
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.probe import probe_trace
@@ -95,21 +91,3 @@ def test_requests_that_overlap_are_not_taken_for_alone():
     crowded = tuple(r.model_copy(update={"latency_ms": 1e9}) for r in run.requests)
     with pytest.raises(UsageError, match="--calibration: expected a replay with at least 6"):
         calibrate(run.model_copy(update={"requests": crowded}), FULL)
-
-
-def test_what_is_no_replay_is_refused(tmp_path: Path):
-    file = tmp_path / "other.json"
-    file.write_text(json.dumps({"runs": []}))
-    with pytest.raises(UsageError, match="--calibration: expected what"):
-        load_replay(file)
-
-
-def test_stated_figures_give_the_rates_that_they_say():
-    replica = find_replica("h100", "llama-3-70b", 8, Assumptions(flops_used=0.5))
-    assert replica.kv_token_bytes == 2 * 80 * 8 * 128 * 2
-    assert replica.kv_budget_bytes == pytest.approx(8 * 80e9 * 0.88 - 141.2e9)
-    rates = replica.rates()
-    assert rates.prefill_token_s == pytest.approx(2 * 70.6e9 / (8 * 989e12 * 0.5))
-    read = 8 * 3.35e12 * 0.7
-    assert rates.decode_base_s == pytest.approx(141.2e9 / read + 0.004)
-    assert rates.decode_token_s == pytest.approx(327_680 / read)

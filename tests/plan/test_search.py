@@ -39,24 +39,5 @@ def test_the_least_fleet_is_found_wherever_the_search_begins_whatever_is_refused
     assert len(asked) == len(set(asked)) <= 30
     assert [one.replicas for one in tried] == sorted(asked)
     assert max(asked) <= most
-
-
-def test_a_search_of_nothing_is_refused():
     with pytest.raises(UsageError, match="--max-replicas"):
-        fewest_replicas(lambda replicas: answers(replicas, True), 0)
-
-
-@pytest.mark.parametrize(
-    ("meets_times", "refused", "requests", "verdict"),
-    [
-        (True, 0, 5, "yes"),
-        (True, 1234, 5, "NO: 1,234 refused"),
-        (False, 0, 5, "NO: times"),
-        (False, 7, 5, "NO: times, 7 refused"),
-        (False, 5, 0, "NO: nothing served, 5 refused"),
-    ],
-)
-def test_a_verdict_says_what_of_the_slo_is_not_met(meets_times, refused, requests, verdict):
-    found = answers(1, meets_times, refused, requests)
-    assert found.verdict == verdict
-    assert found.meets_slo == (verdict == "yes")
+        fewest_replicas(answer, 0)

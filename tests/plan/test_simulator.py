@@ -13,6 +13,7 @@ from traffic.trace_models import lru_hit_rate, make_trace
 
 from kvtier.errors import UsageError
 from kvtier.plan.fleet import ROUTINGS, SCHEDULE_POLICIES, Cache, FleetPlan, Rates, Windows
+from kvtier.plan.hints import Hints, away_s
 from kvtier.plan.simulate import Outcome, run, simulate
 from kvtier.retention.shares.base import CODED_PAGES
 from kvtier.traffic.described import Description, make_traffic
@@ -73,6 +74,15 @@ def check(outcome: Outcome) -> None:
     assert (outcome.arrived_s[later[waits]] >= outcome.finish_s[waits]).all()
 
 
+def drawn_hints(traffic: Traffic, seed: int) -> Hints:
+    rng, count = np.random.default_rng(seed), traffic.num_sessions + 1
+    return Hints(
+        priority=rng.integers(0, 3, count).astype(float),
+        retention=rng.choice([0.1, 0.25], count),
+        away_s=np.where(rng.random(traffic.num_requests) < 0.3, np.nan, away_s(traffic)),
+    )
+
+
 @given(
     st.integers(0, 10_000),
     st.sampled_from(CACHES),
@@ -80,38 +90,32 @@ def check(outcome: Outcome) -> None:
     st.sampled_from(SCHEDULE_POLICIES),
     st.integers(1, 4),
     st.sampled_from([512, 8192]),
+    st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
-def test_every_request_ends_once_in_order_and_within_the_budget(
-    seed, cache, routing, policy, replicas, chunk
+@settings(max_examples=80)
+def test_every_request_ends_once_in_order_and_every_slot_is_in_a_unit(
+    seed, cache, routing, policy, replicas, chunk, hinted
 ):
+    """Nothing is locked once all is answered, and every leaf is older than its beginning."""
     plan = FleetPlan(
         replicas, RATES, cache, chunk_tokens=chunk, max_running=8, routing=routing,
         schedule_policy=policy,
     )  # fmt: skip
-    check(simulate(small_traffic(seed), plan))
-
-
-@given(
-    st.integers(0, 10_000),
-    st.sampled_from(CACHES),
-    st.integers(1, 3),
-    st.sampled_from([512, 8192]),
-)
-@settings(deadline=None, max_examples=60)
-def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
-    seed, cache, replicas, chunk
-):
-    plan = FleetPlan(replicas, RATES, cache, chunk_tokens=chunk, max_running=8)
-    world, _, _ = run(small_traffic(seed), plan)
+    traffic = small_traffic(seed)
+    hints = drawn_hints(traffic, seed) if hinted else None
+    check(simulate(traffic, plan, hints))
+    world, _, _ = run(traffic, plan, hints)
     units, found = world.units, world.replicas
     for replica in range(replicas):
         own = np.flatnonzero(units.replica == replica)
         own = own[own >= replicas]
         assert (units.locks[own] == 0).all()
-        assert found.used[replica] == found.evictable[replica] == units.slots[own].sum()
+        assert found.used[replica] == units.slots[own].sum() <= cache.slots
         assert (units.slots[own] >= 0).all()
         assert (units.slots[own] <= units.stop[own] - units.start[own]).all()
+        if hinted:
+            continue
+        assert found.evictable[replica] == found.used[replica]
         order = []
         unit = found.oldest[replica]
         while unit != -1:
@@ -129,7 +133,7 @@ def test_when_all_is_answered_every_slot_is_in_a_unit_and_every_leaf_is_oldest(
 
 @given(st.integers(0, 10_000))
 @example(55)  # A short request after a long one: nothing of the long one's path is left behind.
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_with_room_for_all_a_replica_hits_what_an_endless_cache_hits(seed):
     trace = make_trace(seed, gap_s=1000.0)
     literal = replace(trace, requests=tuple(replace(r, output_tokens=1) for r in trace.requests))
@@ -193,22 +197,6 @@ def test_users_of_one_prompt_compute_a_window_once_and_hold_the_prompt_once(shar
     assert (profile.hit_device < 4000).sum() >= 2
 
 
-def test_what_is_in_flight_leaves_room_for_what_rests(monkeypatch):
-    """More sessions at once than the pool holds: half of it for those in flight keeps more."""
-    described = Description(
-        sessions=30, sessions_per_s=50.0, turns=4, shared_tokens=0, context_tokens=6000,
-        turn_tokens=200, output_tokens=200, think_s=0.5, max_tokens=12_000,
-    )  # fmt: skip
-    traffic = make_traffic(described, 1)
-    plan = FleetPlan(1, RATES, QUARTER)
-    spared = simulate(traffic, plan)
-    monkeypatch.setattr("kvtier.plan.simulate.IN_FLIGHT_SHARE", 1.0)
-    pushed_out = simulate(traffic, plan)
-    check(spared)
-    assert spared.hit_device.sum() > 1.2 * pushed_out.hit_device.sum() > 0
-    assert not spared.refused.any()
-
-
 def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():
     traffic = make_traffic(Description(sessions=40, turns=5), 1)
     kept = simulate(traffic, FleetPlan(4, RATES, replace(FULL, slots=10**7)))
@@ -220,23 +208,17 @@ def test_affinity_keeps_a_session_in_place_and_round_robin_does_not():
     assert kept.hit_device.sum() > spread.hit_device.sum()
 
 
-def test_what_fits_no_replica_is_refused_and_the_others_are_served():
-    traffic = make_traffic(Description(sessions=30, turns=1, context_tokens=2000), 5)
-    outcome = simulate(traffic, FleetPlan(1, RATES, replace(FULL, slots=3000)))
-    fits = traffic.input_tokens + traffic.output_tokens - 1 <= 3000
-    assert (outcome.refused == ~fits).all()
-    assert outcome.refused.any()
-    check(outcome)
-
-
-def test_what_is_longer_than_the_pool_is_compressed_as_it_comes():
+def test_what_fits_no_replica_is_refused_or_compressed_as_it_comes():
     traffic = make_traffic(Description(sessions=30, turns=2, context_tokens=2000), 5)
+    full = simulate(traffic, FleetPlan(1, RATES, replace(FULL, slots=3000)))
+    fits = traffic.input_tokens + traffic.output_tokens - 1 <= 3000
+    assert (full.refused == ~fits).all()
+    assert full.refused.any()
     tight = replace(QUARTER, slots=3000)
     small, large = (
         simulate(traffic, FleetPlan(1, RATES, tight, chunk_tokens=chunk)) for chunk in (512, 8192)
     )
     longest = traffic.input_tokens > 3000
-    assert longest.any()
     fits = traffic.input_tokens / 4 + 2 * 512 < 2500
     assert not small.refused[longest & fits].any()
     # In one chunk nothing can be compressed.
@@ -244,7 +226,7 @@ def test_what_is_longer_than_the_pool_is_compressed_as_it_comes():
     never = replace(tight, compress_prefill="never")
     refused = simulate(traffic, FleetPlan(1, RATES, never, chunk_tokens=512)).refused
     assert refused.sum() > small.refused.sum()
-    for outcome in (small, large):
+    for outcome in (full, small, large):
         check(outcome)
 
 
@@ -286,13 +268,19 @@ def test_the_longest_cached_prefix_first_hits_more_where_sessions_do_not_fit():
     check(first)
     check(longest)
     assert longest.hit_device.sum() > 1.3 * first.hit_device.sum()
-    with pytest.raises(UsageError, match=r"--schedule-policy: expected one of fcfs, lpm"):
-        FleetPlan(1, RATES, FULL, schedule_policy="random")
 
 
-def test_an_unknown_routing_is_refused():
-    with pytest.raises(UsageError, match="--routing: expected one of affinity"):
-        FleetPlan(1, RATES, FULL, routing="nearest")
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"routing": "nearest"}, "--routing: expected one of affinity"),
+        ({"schedule_policy": "random"}, "--schedule-policy: expected one of fcfs, lpm"),
+        ({"max_running": 0}, "--max-running: expected at least 1"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_by_its_flag(field, said):
+    with pytest.raises(UsageError, match=said):
+        FleetPlan(1, RATES, FULL, **field)
 
 
 def spread_out(turns: int, gap_s: float) -> Traffic:

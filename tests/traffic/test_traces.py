@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic.trace_models import make_trace, write_trace
+from traffic.trace_models import lru_hit_rate, make_trace, write_trace
 
 from kvtier.errors import TracesFileError, UsageError
 from kvtier.traffic.continuations import find_continuations, sessions_of
 from kvtier.traffic.formats import read_trace
+from kvtier.traffic.lru import hit_rates
 from kvtier.traffic.trace import Trace, TraceRequest
 
 GOOD = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
-
-
-def test_a_trace_that_is_written_is_read_as_it_was(tmp_path: Path):
-    trace = make_trace(1)
-    assert read_trace(write_trace(tmp_path / "trace.jsonl", trace)) == trace
-
-
-@pytest.mark.parametrize(
-    ("change", "named", "says"),
-    [
-        ({"timestamp": None}, "timestamp", "a number"),
-        ({"timestamp": -1}, "timestamp", "at least 0"),
-        ({"input_length": 0}, "input_length", "at least 1"),
-        ({"output_length": True}, "output_length", "a number"),
-        ({"hash_ids": "ab"}, "hash_ids", "whole numbers"),
-        ({"hash_ids": [1]}, "hash_ids", "2 ids for 600 tokens"),
-        ({"hash_ids": [3, 2]}, "hash_ids", "block 2 behind the same block"),
-    ],
-)
-def test_a_malformed_line_is_refused_by_line_and_field(
-    tmp_path: Path, change: dict[str, object], named: str, says: str
-):
-    file = tmp_path / "trace.jsonl"
-    file.write_text(json.dumps(GOOD) + "\n\n" + json.dumps(GOOD | change) + "\n")
-    with pytest.raises(TracesFileError) as caught:
-        read_trace(file)
-    assert caught.value.argument == f"{file}, line 3: {named}"
-    assert says in str(caught.value)
-
-
 SESSION = [
     {"timestamp": 1000, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]},
     {"timestamp": 1500, "input_length": 512, "output_length": 3, "hash_ids": [7]},
@@ -65,29 +37,9 @@ def test_what_comes_after_answers_is_read_and_written_as_it_was(tmp_path: Path):
     assert [one.delay_s for one in trace.requests] == [None, None, 4.0, 0.0]
     assert trace.before() == [None, None, 0, 2]
     assert sessions_of(trace) == [0, 1, 0, 0]
-    assert read_trace(write_trace(tmp_path / "again.jsonl", trace)) == trace
     assert [one.delay_s for one in trace.scaled(16, 2.0).requests] == [None, None, 2.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("change", "named", "says"),
-    [
-        ({"session_id": 5}, "session_id", "text"),
-        ({"session_id": "b"}, "delay", "an earlier request with the same session_id"),
-        ({"session_id": None}, "delay", "an earlier request with the same session_id"),
-        ({"delay": -1}, "delay", "at least 0"),
-        ({"timestamp": 999}, "timestamp", "at least 1000"),
-    ],
-)
-def test_what_waits_for_no_answer_is_refused(
-    tmp_path: Path, change: dict[str, object], named: str, says: str
-):
-    lines = [SESSION[0] | {"session_id": "a"}, SESSION[2] | {"session_id": "a"} | change]
-    file = tmp_path / "trace.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    with pytest.raises(TracesFileError, match=says) as caught:
-        read_trace(file)
-    assert caught.value.argument == f"{file}, line 2: {named}"
+    for written in (trace, make_trace(1)):
+        assert read_trace(write_trace(tmp_path / "again.jsonl", written)) == written
 
 
 def recorded(hashes: int, **others: Any) -> dict[str, Any]:
@@ -105,11 +57,12 @@ AGENT: dict[str, Any] = {
         recorded(24, t=20.0),
     ],
 }  # fmt: skip
+AGENTS = [AGENT, AGENT | {"id": "two"}]
 
 
 def test_agents_sessions_are_read_as_they_were_recorded(tmp_path: Path):
     file = tmp_path / "sessions.jsonl"
-    file.write_text(json.dumps(AGENT) + "\n" + json.dumps(AGENT | {"id": "two"}))
+    file.write_text("\n".join(map(json.dumps, AGENTS)))
     requests = read_trace(file).requests
     mine = [one for one in requests if one.session == "one"]
     assert [one.arrival_s for one in mine] == [0.0, 10.0, 20.0]
@@ -144,28 +97,48 @@ def test_sessions_begin_when_they_are_drawn_to(tmp_path: Path):
     assert max(begins(1)) - min(begins(1)) > 300
 
 
+WAITS = [SESSION[0] | {"session_id": "a"}, SESSION[2] | {"session_id": "a"}]
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("lines", "change", "named", "says"),
     [
-        ({"id": None}, "id"),
-        ({"id": "one"}, "id"),
-        ({"requests": [recorded(1, hash_ids=[[1]])]}, "requests[0]: hash_ids"),
-        ({"block_size": 100}, "block_size"),
-        ({"requests": [5]}, "requests"),
-        ({"requests": [recorded(8, hash_ids=[1])]}, "requests[0]: hash_ids"),
-        ({"requests": [recorded(8, t=5), recorded(8, t=4)]}, "requests[1]: t"),
-        ({"requests": [recorded(8), recorded(8, think_time=-1)]}, "requests[1]: think_time"),
-        ({"requests": [{"type": "subagent", "t": 0}]}, "requests[0]: requests"),
+        ([GOOD, GOOD], {"timestamp": None}, "timestamp", "a number"),
+        ([GOOD, GOOD], {"timestamp": -1}, "timestamp", "at least 0"),
+        ([GOOD, GOOD], {"input_length": 0}, "input_length", "at least 1"),
+        ([GOOD, GOOD], {"output_length": True}, "output_length", "a number"),
+        ([GOOD, GOOD], {"hash_ids": "ab"}, "hash_ids", "whole numbers"),
+        ([GOOD, GOOD], {"hash_ids": [1]}, "hash_ids", "2 ids for 600 tokens"),
+        ([GOOD, GOOD], {"hash_ids": [3, 2]}, "hash_ids", "block 2 behind the same block"),
+        (WAITS, {"session_id": 5}, "session_id", "text"),
+        (WAITS, {"session_id": "b"}, "delay", "an earlier request with the same session_id"),
+        (WAITS, {"session_id": None}, "delay", "an earlier request with the same session_id"),
+        (WAITS, {"delay": -1}, "delay", "at least 0"),
+        (WAITS, {"timestamp": 999}, "timestamp", "at least 1000"),
+        (AGENTS, {"id": None}, "id", "text"),
+        (AGENTS, {"id": "one"}, "id", "that no session before has"),
+        (AGENTS, {"block_size": 100}, "block_size", "a whole part of 512"),
+        (AGENTS, {"requests": [5]}, "requests", "a list"),
+        (AGENTS, {"requests": [recorded(1, hash_ids=[[1]])]}, "requests[0]: hash_ids", "numbers"),
+        (AGENTS, {"requests": [recorded(8, hash_ids=[1])]}, "requests[0]: hash_ids", "8 hashes"),
+        (AGENTS, {"requests": [recorded(8, t=5), recorded(8, t=4)]}, "requests[1]: t", "at least"),
+        (
+            AGENTS,
+            {"requests": [recorded(8), recorded(8, think_time=-1)]},
+            "requests[1]: think_time",
+            "at least 0",
+        ),
+        (AGENTS, {"requests": [{"type": "subagent", "t": 0}]}, "requests[0]: requests", "a list"),
     ],
 )
-def test_a_malformed_session_is_refused_by_line_and_field(
-    tmp_path: Path, change: dict[str, Any], named: str
+def test_a_malformed_line_is_refused_by_line_and_field(
+    tmp_path: Path, lines: list[Any], change: dict[str, Any], named: str, says: str
 ):
-    file = tmp_path / "sessions.jsonl"
-    file.write_text(json.dumps(AGENT) + "\n" + json.dumps(AGENT | {"id": "two"} | change))
-    with pytest.raises(TracesFileError) as caught:
+    file = tmp_path / "trace.jsonl"
+    file.write_text(json.dumps(lines[0]) + "\n\n" + json.dumps(lines[1] | change) + "\n")
+    with pytest.raises(TracesFileError, match=says) as caught:
         read_trace(file)
-    assert caught.value.argument == f"{file}, line 2: {named}"
+    assert caught.value.argument == f"{file}, line 3: {named}"
 
 
 def test_what_is_no_trace_at_all_is_refused(tmp_path: Path):
@@ -219,3 +192,12 @@ def test_every_turn_but_a_conversations_last_is_continued(seed):
         assert other.block_ids[:whole] == one.block_ids[:whole]
     assert len(set(found.next_request.values())) == len(found.next_request)
     assert not set(found.same_block) & set(found.same_block.values())
+
+
+@given(st.integers(0, 10_000), st.lists(st.integers(1, 200), min_size=1, max_size=6))
+def test_hit_rates_of_all_sizes_are_those_of_a_cache_of_each_by_the_book(seed, sizes):
+    trace = make_trace(seed)
+    sizes = [0, *sizes, math.inf]
+    wanted = [lru_hit_rate(trace, size) for size in sizes]
+    found = hit_rates(trace, [size * trace.block_tokens for size in sizes])
+    assert found == pytest.approx(wanted, abs=1e-12)

@@ -65,6 +65,8 @@ def test_every_answer_is_a_turn_and_calls_are_text_where_a_template_knows_of_non
     one, other = turns_of(read_transcripts(tmp_path / "sessions.json")[0], tokenizer)
     said = [*one.prompt_ids, *one.answer_ids]
     assert other.prompt_ids[: len(said)] == said
+    # An answer ends with what ends it.
+    assert other.answer_ids[-1:] == list(tokenizer.eos_ids)
 
 
 def test_a_template_that_knows_of_calls_writes_them_and_the_tools(tmp_path):
@@ -76,14 +78,6 @@ def test_a_template_that_knows_of_calls_writes_them_and_the_tools(tmp_path):
 
 def test_an_answer_that_a_template_writes_otherwise_is_taken_as_it_was_said(tmp_path):
     assert [answer for _, answer in texts(tmp_path, THINKING)][1] == "A traveller."
-
-
-def test_an_answer_ends_with_what_ends_it(tmp_path):
-    file = tmp_path / "sessions.json"
-    file.write_text(json.dumps([SESSION]))
-    tokenizer = tokenizer_of(tmp_path, CHATML)
-    _, turn = turns_of(read_transcripts(file)[0], tokenizer)
-    assert turn.answer_ids[-1:] == list(tokenizer.eos_ids)
 
 
 @pytest.mark.parametrize("form", ["list", "lines", "gzip", "trajectories"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.traffic.trace import BLOCK_TOKENS, Trace, TraceRequest
@@ -35,11 +34,8 @@ def write_trace(file: Path, trace: Trace) -> Path:
     return file
 
 
-def lru_hit_rate(trace: Trace, blocks: float, *, leaves_first: bool = False) -> float:
-    """Tokens that an LRU cache of so many blocks hits, over all, by the book.
-
-    leaves_first: a prompt's blocks are used from its end on, so that eviction begins at leaves
-    """
+def lru_hit_rate(trace: Trace, blocks: float) -> float:
+    """Tokens that an LRU cache of so many blocks hits, over all, by the book."""
     cache: OrderedDict[int, None] = OrderedDict()
     hit = total = 0
     for request in trace.requests:
@@ -48,13 +44,9 @@ def lru_hit_rate(trace: Trace, blocks: float, *, leaves_first: bool = False) -> 
             leading += 1
         hit += min(leading * trace.block_tokens, request.input_tokens)
         total += request.input_tokens
-        for one in _order(request.block_ids, leaves_first):
+        for one in request.block_ids:
             cache[one] = None
             cache.move_to_end(one)
         while len(cache) > blocks:
             cache.popitem(last=False)
     return hit / total
-
-
-def _order(ids: Sequence[int], leaves_first: bool) -> Sequence[int]:
-    return ids[::-1] if leaves_first else ids

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from kvtier_kernels.base import KernelUnavailableError
 from kvtier_kernels.flashinfer_backend.machine import check_compiler
 from kvtier_kernels.flashinfer_backend.variant import jit_args
 from kvtier_kernels.fp8 import FP8_DTYPES
+from kvtier_kernels.triton_backend.ahead import resources
 
 HOPPER = "9.0a"
 # Decoding and a prefix run the kernels without a mask, over pages. The module needs the others.
@@ -69,21 +69,8 @@ def compile_variant(
         began = time.perf_counter()
         subprocess.run(command, cwd=entry["directory"], capture_output=True, text=True, check=True)
         wall_s = time.perf_counter() - began
-        found = tuple(_resources(Path(command[command.index("-o") + 1])))
+        found = tuple(resources(Path(command[command.index("-o") + 1])))
         yield Compiled(arguments[0], source.name, wall_s, found)
-
-
-def _resources(compiled: Path) -> Iterator[tuple[int, int]]:
-    """Registers and spilled bytes of every kernel of an object file; Triton brings the tool."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [str(tool), "--dump-resource-usage", str(compiled)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
-        numbers = dict(re.findall(r"(REG|LOCAL|STACK):(\d+)", line))
-        if numbers:
-            yield int(numbers["REG"]), int(numbers["LOCAL"]) + int(numbers["STACK"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,6 +65,29 @@ def _compiled(function: Function) -> Function:
 
 
 @_compiled
+def _weigh(logits, count, largest, total_weight, mean):
+    """Make a page's logits weights beside the largest logit, and scale what there is to that."""
+    rows, dim = mean.shape
+    for r in range(rows):
+        before = largest[r]
+        now = before
+        for e in range(count):
+            now = max(now, logits[r, e])
+        if now != before:
+            share = np.exp(before - now)
+            total_weight[r] *= share
+            for d in range(dim):
+                mean[r, d] *= share
+            largest[r] = now
+        weights = np.float32(0)
+        for e in range(count):
+            weight = np.exp(logits[r, e] - now)
+            logits[r, e] = weight
+            weights += weight
+        total_weight[r] += weights
+
+
+@_compiled
 def _attend(q, k, v, votes, lists, layer, column_cells, scale, part, parts, most, sums, out):
     """One part of the pages of all lists: of each list its largest logit, the sum of exponentials
     and the values that they weigh, for the part."""
@@ -117,23 +140,7 @@ def _attend(q, k, v, votes, lists, layer, column_cells, scale, part, parts, most
                     for e in range(count):
                         for r in range(rows):
                             logits[r, e] += votes[cells[e], r % votes.shape[1]]
-                for r in range(rows):
-                    before = largest[r]
-                    now = before
-                    for e in range(count):
-                        now = max(now, logits[r, e])
-                    if now != before:
-                        share = np.exp(before - now)
-                        total_weight[r] *= share
-                        for d in range(dim):
-                            mean[r, d] *= share
-                        largest[r] = now
-                    weights = np.float32(0)
-                    for e in range(count):
-                        weight = np.exp(logits[r, e] - now)
-                        logits[r, e] = weight
-                        weights += weight
-                    total_weight[r] += weights
+                _weigh(logits, count, largest, total_weight, mean)
                 for e in range(count):
                     value = v[cells[e]]
                     for r in range(rows):
@@ -216,23 +223,7 @@ def _attend_codes(q, k, v, halves, layout, lists, layer, scale, part, parts, mos
                         for d in range(dim):
                             logit += scaled[r, d] * codes[d]
                         logits[r, e] = logit * scale
-                for r in range(rows):
-                    before = largest[r]
-                    now = before
-                    for e in range(count):
-                        now = max(now, logits[r, e])
-                    if now != before:
-                        share = np.exp(before - now)
-                        total_weight[r] *= share
-                        for d in range(dim):
-                            mean[r, d] *= share
-                        largest[r] = now
-                    weights = np.float32(0)
-                    for e in range(count):
-                        weight = np.exp(logits[r, e] - now)
-                        logits[r, e] = weight
-                        weights += weight
-                    total_weight[r] += weights
+                _weigh(logits, count, largest, total_weight, mean)
                 scales = values[entries * entry_bytes :].view(np.uint16)
                 for e in range(count):
                     _unpack(values, e * entry_bytes, bits, dim, codes)

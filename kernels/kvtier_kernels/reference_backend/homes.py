@@ -12,46 +12,50 @@ import torch
 from torch.nn import functional
 
 from kvtier_kernels.bins import UNMERGED
+from kvtier_kernels.selection import SelectionKernels
 
 # The numbers of a tile of similarities that stays in a CPU's cache (4 MiB), and its homes.
 _TILE_FLOATS, _TILE_HOMES = 1 << 20, 1024
 
 
-def find_homes(
-    keys: torch.Tensor,
-    dropped: torch.Tensor,
-    homes: torch.Tensor,
-    lengths: torch.Tensor,
-    floor: float,
-    target: torch.Tensor,
-) -> None:
-    """See `SelectionKernels.find_homes`."""
-    heads, count, _ = homes.shape
-    directions = _unit(homes).transpose(1, 2)
-    tiles = list(_tiles(count, ~lengths.isfinite()))
-    best = torch.full(dropped.shape, float("-inf"), device=keys.device)
-    winner = torch.zeros_like(dropped)
-    step = max(1, _TILE_FLOATS // (heads * min(count, _TILE_HOMES)))
-    for start in range(0, dropped.shape[1], step):
-        part = slice(start, start + step)
-        own = _unit(torch.take_along_dim(keys, dropped[:, part, None], 1))
+class Homes(SelectionKernels):
+    """`find_homes` in tiles. It asks tensors for values, so on a GPU it waits."""
+
+    def find_homes(
+        self,
+        keys: torch.Tensor,
+        dropped: torch.Tensor,
+        homes: torch.Tensor,
+        lengths: torch.Tensor,
+        floor: float,
+        target: torch.Tensor,
+    ) -> None:
+        heads, count, _ = homes.shape
+        directions = _unit(homes).transpose(1, 2)
+        tiles = list(_tiles(count, ~lengths.isfinite()))
+        best = torch.full(dropped.shape, float("-inf"), device=keys.device)
+        winner = torch.zeros_like(dropped)
+        step = max(1, _TILE_FLOATS // (heads * min(count, _TILE_HOMES)))
+        for start in range(0, dropped.shape[1], step):
+            part = slice(start, start + step)
+            own = _unit(torch.take_along_dim(keys, dropped[:, part, None], 1))
+            for number, (tile, shut) in enumerate(tiles):
+                top = _similarity(own, directions[..., tile], shut).amax(-1)
+                better = top > best[:, part]
+                best[:, part] = torch.where(better, top, best[:, part])
+                winner[:, part].masked_fill_(better, number)
+        # Rounding must not lift equal keys above a floor of 1.
+        merges = best.clamp(max=1) > floor
+        home = torch.full_like(dropped, UNMERGED)
         for number, (tile, shut) in enumerate(tiles):
-            top = _similarity(own, directions[..., tile], shut).amax(-1)
-            better = top > best[:, part]
-            best[:, part] = torch.where(better, top, best[:, part])
-            winner[:, part].masked_fill_(better, number)
-    # Rounding must not lift equal keys above a floor of 1.
-    merges = best.clamp(max=1) > floor
-    home = torch.full_like(dropped, UNMERGED)
-    for number, (tile, shut) in enumerate(tiles):
-        for head in range(heads):
-            (mine,) = (merges[head] & (winner[head] == number)).nonzero(as_tuple=True)
-            closed_here = None if shut is None else shut[head]
-            for some in torch.split(mine, _TILE_FLOATS // _TILE_HOMES):
-                own = _unit(keys[head, dropped[head, some]])
-                alike = _similarity(own, directions[head, :, tile], closed_here)
-                home[head, some] = alike.argmax(-1) + tile.start
-    target.scatter_(1, dropped, home)
+            for head in range(heads):
+                (mine,) = (merges[head] & (winner[head] == number)).nonzero(as_tuple=True)
+                closed_here = None if shut is None else shut[head]
+                for some in torch.split(mine, _TILE_FLOATS // _TILE_HOMES):
+                    own = _unit(keys[head, dropped[head, some]])
+                    alike = _similarity(own, directions[head, :, tile], closed_here)
+                    home[head, some] = alike.argmax(-1) + tile.start
+        target.scatter_(1, dropped, home)
 
 
 def _tiles(count: int, closed: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor | None]]:
@@ -74,4 +78,4 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     return functional.normalize(x.float(), dim=-1)
 
 
-__all__ = ["find_homes"]
+__all__ = ["Homes"]

@@ -8,12 +8,12 @@ import torch
 
 from kvtier_kernels.bins import Bins
 from kvtier_kernels.blocks import blocks
-from kvtier_kernels.reference_backend.homes import find_homes
-from kvtier_kernels.selection import SelectionKernels, Stretch
+from kvtier_kernels.reference_backend.homes import Homes
+from kvtier_kernels.selection import Stretch
 
 
-class ReferenceSelection(SelectionKernels):
-    """See the module docstring. Finding homes asks tensors for values, so on a GPU it waits."""
+class ReferenceSelection(Homes):
+    """See the module docstring."""
 
     def window_mass(
         self, q: torch.Tensor, k: torch.Tensor, stretches: Sequence[Stretch], scale: float
@@ -41,17 +41,6 @@ class ReferenceSelection(SelectionKernels):
             logits = _logits(q_window, keys[:, part], scale)
             total = torch.logaddexp(total, torch.logsumexp(logits, dim=-1))
         return total.permute(2, 0, 1)
-
-    def find_homes(
-        self,
-        keys: torch.Tensor,
-        dropped: torch.Tensor,
-        homes: torch.Tensor,
-        lengths: torch.Tensor,
-        floor: float,
-        target: torch.Tensor,
-    ) -> None:
-        find_homes(keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return Bins(target, count)

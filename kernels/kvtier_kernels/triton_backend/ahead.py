@@ -112,22 +112,22 @@ def compile_all(capability: int = HOPPER) -> Iterator[Compiled]:
 def _compiler(found: list[Compiled], variant: str) -> Launch:
     def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         compiled = kernel.warmup(*args, grid=grid, **options)
-        registers, spilled = _resources(compiled.asm["cubin"])
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            ((registers, spilled),) = resources(Path(file.name))
         shared = compiled.metadata.shared
         found.append(Compiled(kernel.__name__, variant, registers, spilled, shared))
 
     return compile_only
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    numbers = dict(re.findall(r"(REG|LOCAL|STACK):(\d+)", printed))
-    return int(numbers["REG"]), int(numbers["LOCAL"]) + int(numbers["STACK"])
+def resources(compiled: Path) -> list[tuple[int, int]]:
+    """Registers and spilled bytes of a thread of every kernel in an object file."""
+    command = [str(CUOBJDUMP), "--dump-resource-usage", str(compiled)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [dict(re.findall(r"(REG|LOCAL|STACK):(\d+)", one)) for one in done.stdout.splitlines()]
+    return [(int(one["REG"]), int(one["LOCAL"]) + int(one["STACK"])) for one in found if one]
 
 
 def _use(

@@ -12,7 +12,6 @@ import triton
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV
 from kvtier_kernels.bins import Bins
-from kvtier_kernels.selection import SelectionKernels, Stretch
 from kvtier_kernels.triton_backend.attention import by_slots
 from kvtier_kernels.triton_backend.attention.by_lists import TritonLists
 from kvtier_kernels.triton_backend.attention.dense import CUDNN, DensePrefixes, has_cudnn_attention
@@ -28,45 +27,21 @@ from kvtier_kernels.triton_backend.launching import (
 )
 from kvtier_kernels.triton_backend.memory.attend import TritonMemory
 from kvtier_kernels.triton_backend.merging.bins import SortedBins
-from kvtier_kernels.triton_backend.merging.homes import find_homes
+from kvtier_kernels.triton_backend.merging.homes import Homes
 from kvtier_kernels.triton_backend.planning.plans import TritonPlan
-from kvtier_kernels.triton_backend.selection.prediction import predicted_logits, window_lse
-from kvtier_kernels.triton_backend.selection.window_mass import window_mass
+from kvtier_kernels.triton_backend.selection.prediction import Predictions
+from kvtier_kernels.triton_backend.selection.window_mass import WindowMass
 
 MERGE_ROWS = 8
 # Tokens of a program that stores new ones.
 STORE_TOKENS = 16
 
 
-class TritonSelection(SelectionKernels):
+class TritonSelection(WindowMass, Predictions, Homes):
     """Scores, homes and bins on a GPU: no logits and no similarities in memory."""
 
     def __init__(self, launch: Launch = launch) -> None:
         self._launch = launch
-
-    def window_mass(
-        self, q: torch.Tensor, k: torch.Tensor, stretches: Sequence[Stretch], scale: float
-    ) -> torch.Tensor:
-        return window_mass(self._launch, q, k, stretches, scale)
-
-    def predicted_logits(
-        self, q_window: torch.Tensor, keys: torch.Tensor, scale: float, offset: torch.Tensor
-    ) -> torch.Tensor:
-        return predicted_logits(self._launch, q_window, keys, scale, offset)
-
-    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-        return window_lse(self._launch, q_window, keys, scale)
-
-    def find_homes(
-        self,
-        keys: torch.Tensor,
-        dropped: torch.Tensor,
-        homes: torch.Tensor,
-        lengths: torch.Tensor,
-        floor: float,
-        target: torch.Tensor,
-    ) -> None:
-        find_homes(self._launch, keys, dropped, homes, lengths, floor, target)
 
     def bins(self, target: torch.Tensor, count: int) -> Bins:
         return SortedBins(target, count, self._launch)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
 from kvtier.bench.table import (
+    columns,
     describe_policy,
     describe_workload,
     print_failures,
@@ -23,14 +23,9 @@ Cell = Callable[[ReplayResult], str]
 def print_replay(document: ReplayDocument, console: Console) -> None:
     """All policies in one table, a column each."""
     print_head(document, describe_workload(document.workload), console)
-    table = Table(title="Replayed", title_justify="left")
-    table.add_column("")
-    for run in document.runs:
-        table.add_column(run.policy, justify="right")
-    for label, cells in replay_rows(document):
-        table.add_row(label, *cells)
     if document.runs:
-        console.print(table)
+        heads = [run.policy for run in document.runs]
+        console.print(columns("Replayed", heads, replay_rows(document)))
     for run in document.runs:
         console.print(f"{run.policy}: {describe_policy(run)}")
         for line in tier_lines(run):

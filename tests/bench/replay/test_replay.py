@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from fake_worker import FakeEngine
 from traffic.trace_models import make_trace, write_trace
 
-from kvtier.bench import runner
 from kvtier.bench.__main__ import main
 from kvtier.bench.engine import Answer, Arrival, SglangEngine, StreamClock, _answer
 from kvtier.bench.options import parse_options
@@ -24,7 +22,6 @@ from kvtier.bench.schema import Replay
 from kvtier.errors import BudgetError, SizeError, TracesFileError, UsageError
 from kvtier.traffic.continuations import find_continuations, sessions_of
 
-FAKE_WORKER = str(Path(__file__).parents[1] / "fake_worker.py")
 WORDS = range(40, 300)
 
 
@@ -81,21 +78,9 @@ def test_all_policies_get_the_same_bytes_and_the_longest_request_fits(flags, mon
     assert kvtier.pools.sessions > full.pools.sessions
 
 
-def test_only_the_policy_that_is_named_for_its_tier_has_one(flags, monkeypatch):
-    monkeypatch.setenv("KVTIER_LOCALITY_RECENT_TOKENS", "256")
-    _, plans = make_plans(parse_options([*flags, "--policies", "kvtier,kvtier-tier"]))
-    kvtier, tiered = (entry.plan.environment for entry in plans)
-    assert "KVTIER_TIER" not in kvtier
-    assert tiered[runner.TIER_VARIABLE] == runner.LOCAL_TIER
-    named = ["--policies", "kvtier-tier", "--tier", "tier:7311"]
-    (entry,) = make_plans(parse_options([*flags, *named]))[1]
-    assert entry.plan.environment[runner.TIER_VARIABLE] == "tier:7311"
-
-
-def test_equal_ids_are_equal_tokens_and_others_are_not():
-    trace = make_trace(5).scaled(16, 1.0)
-    prompts = Prompts(trace, WORDS, seed=1)
-    again = Prompts(trace, WORDS, seed=1)
+def test_equal_ids_are_equal_tokens_and_a_turn_repeats_the_prompt_that_it_goes_on_with():
+    trace = make_trace(5, conversations=6, turns=4).scaled(16, 1.0)
+    prompts, again = (Prompts(trace, WORDS, seed=1) for _ in range(2))
     for index, request in enumerate(trace.requests):
         ids = prompts.ids(index)
         assert ids == again.ids(index)
@@ -106,14 +91,9 @@ def test_equal_ids_are_equal_tokens_and_others_are_not():
             for a, b in zip(request.block_ids, earlier.block_ids, strict=False):
                 common += a == b
             whole = min(common, trace.whole_blocks(request), trace.whole_blocks(earlier))
-            theirs = prompts.ids(other)
-            assert ids[: whole * 16] == theirs[: whole * 16]
+            assert ids[: whole * 16] == prompts.ids(other)[: whole * 16]
     assert Prompts(trace, WORDS, seed=2).ids(0) != prompts.ids(0)
-
-
-def test_a_turn_repeats_the_whole_prompt_that_it_goes_on_with():
-    trace = make_trace(5, conversations=6, turns=4).scaled(16, 1.0)
-    prompts, found = Prompts(trace, WORDS, seed=1), find_continuations(trace).next_request
+    found = find_continuations(trace).next_request
     assert found
     for earlier, later in found.items():
         before = prompts.ids(earlier)
@@ -210,11 +190,12 @@ def test_a_request_is_sent_when_the_answer_that_it_waits_for_is_there():
     assert answers[2].sent_s > 0.25
 
 
+@pytest.mark.usefixtures("faked")
 def test_table_json_and_page_of_a_replay(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "WORKER_COMMAND", (sys.executable, FAKE_WORKER))
     out, report = tmp_path / "out.json", tmp_path / "out.html"
+    files = ["--json", str(out), "--report", str(report)]
     assert main([*flags, "--dry-run"]) == 0
-    assert main([*flags, "--json", str(out), "--report", str(report)]) == 0
+    assert main([*flags, *files]) == 0
     printed = capsys.readouterr()
     assert "goodput (TTFT ≤ 2000 ms, TPOT ≤ 50 ms)" in printed.out
     assert "requests answered" in printed.err
@@ -224,24 +205,23 @@ def test_table_json_and_page_of_a_replay(flags, tmp_path, capsys, monkeypatch):
     assert "Tokens hit, by arrival" in page
     assert "http" not in page
     assert "<script" not in page
-
-
-def test_a_worker_that_fails_is_shown_in_a_replay_too(flags, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runner, "WORKER_COMMAND", (sys.executable, FAKE_WORKER))
     monkeypatch.setenv("FAKE_WORKER", "crash")
-    out, report = tmp_path / "out.json", tmp_path / "out.html"
-    assert main([*flags, "--json", str(out), "--report", str(report), "-q"]) == 1
+    assert main([*flags, *files, "-q"]) == 1
     assert "no such weights" in capsys.readouterr().err
     assert json.loads(out.read_text())["runs"] == []
     assert "failed (exit code" in report.read_text()
 
 
-def test_what_a_tier_brought_is_told_from_what_was_on_the_device():
+@pytest.mark.parametrize(
+    ("told", "restored"),
+    [
+        ({"device": 20, "host": 0, "storage": 70}, 70),
+        ({"device": 20, "host": 0}, 0),
+        (None, 0),
+    ],
+)
+def test_what_a_tier_brought_is_told_from_what_was_on_the_device(told, restored):
     clock = StreamClock()
     clock.see(1)
-    told = {"cached_tokens": 90, "cached_tokens_details": {"device": 20, "host": 0, "storage": 70}}
-    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 70
-    told = {"cached_tokens": 20, "cached_tokens_details": {"device": 20, "host": 0}}
-    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 0
-    told = {"cached_tokens": 0, "cached_tokens_details": None}
-    assert _answer(clock, {"output_ids": [1], "meta_info": told}).restored_tokens == 0
+    info = {"cached_tokens": 90, "cached_tokens_details": told}
+    assert _answer(clock, {"output_ids": [1], "meta_info": info}).restored_tokens == restored

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 
+from kvtier_kernels.selection import SelectionKernels
 from kvtier_kernels.triton_backend.launching import Launch, dim_contiguous, is_ieee
 from kvtier_kernels.triton_backend.selection.newest import mean_of_queries, sum_over_keys
 
@@ -19,61 +20,61 @@ _BLOCK_KEYS_IEEE = 32
 _STRETCH = 1024
 
 
-def predicted_logits(
-    launch: Launch,
-    q_window: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    offset: torch.Tensor,
-) -> torch.Tensor:
-    """See `SelectionKernels.predicted_logits`."""
-    window, heads, group, _ = q_window.shape
-    tokens = keys.shape[1]
-    q_window, keys, options = _prepared(q_window, keys)
-    out = torch.empty(heads, group, tokens, device=keys.device)
-    launch(
-        mean_of_queries,
-        (triton.cdiv(tokens, options["BLOCK_N"]), heads),
-        q_window,
-        keys,
-        offset.contiguous(),
-        out,
-        window,
-        tokens,
-        scale,
-        *q_window.stride()[:3],
-        *keys.stride()[:2],
-        BLOCK_W=_BLOCK_QUERIES,
-        **options,
-    )
-    return out
+class Predictions(SelectionKernels):
+    """`predicted_logits` and `window_lse` by a kernel each."""
 
+    _launch: Launch
 
-def window_lse(
-    launch: Launch, q_window: torch.Tensor, keys: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """See `SelectionKernels.window_lse`."""
-    window, heads, group, _ = q_window.shape
-    tokens = keys.shape[1]
-    stretches = triton.cdiv(tokens, _STRETCH)
-    q_window, keys, options = _prepared(q_window, keys)
-    part = torch.empty(stretches, window, heads, group, device=keys.device)
-    launch(
-        sum_over_keys,
-        (stretches, heads, triton.cdiv(window * group, _BLOCK_ROWS)),
-        q_window,
-        keys,
-        part,
-        window,
-        tokens,
-        _STRETCH,
-        scale,
-        *q_window.stride()[:3],
-        *keys.stride()[:2],
-        BLOCK_M=_BLOCK_ROWS,
-        **options,
-    )
-    return torch.logsumexp(part, dim=0)
+    def predicted_logits(
+        self,
+        q_window: torch.Tensor,
+        keys: torch.Tensor,
+        scale: float,
+        offset: torch.Tensor,
+    ) -> torch.Tensor:
+        window, heads, group, _ = q_window.shape
+        tokens = keys.shape[1]
+        q_window, keys, options = _prepared(q_window, keys)
+        out = torch.empty(heads, group, tokens, device=keys.device)
+        self._launch(
+            mean_of_queries,
+            (triton.cdiv(tokens, options["BLOCK_N"]), heads),
+            q_window,
+            keys,
+            offset.contiguous(),
+            out,
+            window,
+            tokens,
+            scale,
+            *q_window.stride()[:3],
+            *keys.stride()[:2],
+            BLOCK_W=_BLOCK_QUERIES,
+            **options,
+        )
+        return out
+
+    def window_lse(self, q_window: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+        window, heads, group, _ = q_window.shape
+        tokens = keys.shape[1]
+        stretches = triton.cdiv(tokens, _STRETCH)
+        q_window, keys, options = _prepared(q_window, keys)
+        part = torch.empty(stretches, window, heads, group, device=keys.device)
+        self._launch(
+            sum_over_keys,
+            (stretches, heads, triton.cdiv(window * group, _BLOCK_ROWS)),
+            q_window,
+            keys,
+            part,
+            window,
+            tokens,
+            _STRETCH,
+            scale,
+            *q_window.stride()[:3],
+            *keys.stride()[:2],
+            BLOCK_M=_BLOCK_ROWS,
+            **options,
+        )
+        return torch.logsumexp(part, dim=0)
 
 
 def _prepared(
@@ -98,4 +99,4 @@ def _prepared(
     return q, keys, options
 
 
-__all__ = ["predicted_logits", "window_lse"]
+__all__ = ["Predictions"]

@@ -1,4 +1,4 @@
-"""Memories and queries of them, and what the contract says of those in float64."""
+"""Attention over fixed prefixes: every backend against the contract in float64."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ import itertools
 import math
 from typing import NamedTuple
 
+import pytest
 import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_equivalence import DEVICE, device, runnable  # noqa: F401
+from thorough import THOROUGH
 
-from kvtier_kernels import AttentionState
+from kvtier_kernels import AttentionState, get_kernels
 from kvtier_kernels.memory.base import (
     PLACE_SPANS,
+    PLACE_WIDTH,
     MemoryAnswer,
     MemoryLayer,
     lookup_keys,
+    place_of,
     project,
 )
 
 HEADS = 3
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+COSINE_TOLERANCE = 5e-5
 # Cosines nearer to each other, or to a memory's nearness, may come in any order.
 MARGIN = 2e-4
+backends = pytest.mark.parametrize("name", [runnable(name) for name in ("reference", "triton")])
+seeds = st.integers(0, 10_000)
 
 
 class Problem(NamedTuple):
@@ -75,7 +85,7 @@ def make(shape: Shape, seed: int, dtype: torch.dtype) -> Problem:
     ids = torch.randint(-1, memories, (tokens,), dtype=torch.int32)
     raw = torch.randn(total + tokens, *heads)
     behind = torch.randint(0, 2 * PLACE_SPANS[1], (total + tokens,))
-    behind[::5] = torch.randint(0, 10_000, behind[::5].shape)
+    behind[::5] = torch.randint(0, 1_000_000, behind[::5].shape)
     key_indptr = indptr_of(shape.entries)
     for t in range(0, tokens, 2):
         begin, end = (int(key_indptr[max(0, int(ids[t])) + i]) for i in (0, 1))
@@ -152,14 +162,91 @@ def exact_answer(problem: Problem) -> MemoryAnswer:
                 o[t, head], lse[t, head] = layer.o[entry[t], head], layer.lse[entry[t], head]
                 continue
             begin, end = layer.kept_indptr[memory * HEADS + head :][:2]
-            k, v = layer.kept_k[begin:end].double(), layer.kept_v[begin:end].double()
-            o[t, head], lse[t, head] = attention(q[t, head].double(), k, v, problem.scale)
+            logits = q[t, head].double() @ layer.kept_k[begin:end].double().T * problem.scale
+            o[t, head] = torch.softmax(logits, -1) @ layer.kept_v[begin:end].double()
+            lse[t, head] = torch.logsumexp(logits, -1)
     return MemoryAnswer(AttentionState(o, lse), entry, cosine)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [..., dim] over k, v [entries, dim]."""
-    logits = q @ k.T * scale
-    return torch.softmax(logits, -1) @ v, torch.logsumexp(logits, -1)
+@backends
+@settings(max_examples=100 if THOROUGH else 8)
+@given(shape=shapes(), seed=seeds, dtype=st.sampled_from(list(TOLERANCE)))
+# Several tiles of entries and of what is kept, beside memories and heads that have none.
+@example(shape=Shape([300, 0], [150, 0, 17, 64, 1, 150], 6, 3, 16, 12), seed=0, dtype=torch.float32)
+@example(shape=Shape([300, 130], [64] * 2 * HEADS, 12, 2, 16, 5), seed=1, dtype=torch.bfloat16)
+def test_every_token_gets_what_the_formula_says(name, shape, seed, dtype):
+    problem = make(shape, seed, dtype)
+    got, expected = get_kernels(name).memory.attend(*problem), exact_answer(problem)
+    assert got.state.o.dtype == dtype
+    assert got.entry.dtype == torch.int32
+    assert got.entry.tolist() == expected.entry.tolist()
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype], "check_dtype": False}
+    torch.testing.assert_close(got.state.o, expected.state.o, **close)
+    torch.testing.assert_close(got.state.lse, expected.state.lse, **close)
+    near = {"rtol": 0, "atol": COSINE_TOLERANCE, "check_dtype": False}
+    torch.testing.assert_close(got.cosine, expected.cosine, **near)
+
+
+@backends
+def test_of_equal_keys_the_first_answers(name):
+    tokens = 2
+    problem = make(Shape([600], [3] * HEADS, tokens, 2, 16, 12), 1, torch.float32)
+    layer = problem.layer._replace(nearness=torch.tensor([0.9]))
+    key = lookup_keys(problem.x[:1, 0], torch.tensor([7]), layer.place_weight)
+    # In other rows of the first one's block, and in the same row of later ones, however long.
+    apart = torch.tensor([0, 1, 16, 32, 64, 128, 256])
+    for first in (3, 140, 298):
+        keys = layer.keys.clone()
+        keys[first + apart] = key
+        got = get_kernels(name).memory.attend(
+            problem.q,
+            problem.x[:1].expand(tokens, -1, -1),
+            7 + layer.prefix_tokens.long().expand(tokens),
+            torch.zeros(tokens, dtype=torch.int32),
+            layer._replace(keys=keys),
+            problem.scale,
+        )
+        assert got.entry.tolist() == [first] * tokens
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_a_graph_can_be_recorded_and_replayed_with_other_tokens():
+    kernels = get_kernels("triton").memory
+    problem = make(Shape([300, 5], [150] * 2 * HEADS, 6, 2, 64, 16), 5, torch.bfloat16)
+    kernels.attend(*problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = kernels.attend(*problem)
+    for ids in ([0, 0, 1, -1, 1, 0], [-1, 1, 0, 0, -1, 1]):
+        problem.ids.copy_(torch.tensor(ids, dtype=torch.int32))
+        graph.replay()
+        eager = kernels.attend(*problem)
+        assert recorded.entry.tolist() == eager.entry.tolist()
+        torch.testing.assert_close(recorded.state, eager.state, rtol=0, atol=0)
+
+
+@given(seed=seeds, rank=st.integers(1, 70), weight=st.floats(0, 5))
+def test_a_cosine_is_that_of_directions_and_that_of_places_weighed(seed, rank, weight):
+    """Neither how long a query is counts, nor whether weights come one by one."""
+    torch.manual_seed(seed)
+    x, behind = torch.randn(2, rank), torch.randint(0, 20_000, (2,))
+    keys = lookup_keys(x, behind, weight)
+    again = lookup_keys(3 * x, behind, torch.full((2,), weight))
+    assert keys.dtype == torch.float32
+    assert keys.shape == (2, rank + PLACE_WIDTH)
+    unit = torch.nn.functional.normalize(x.double(), dim=-1)
+    places = place_of(behind).double()
+    expected = (unit @ unit.T + weight**2 * (places @ places.T)) / (1 + weight**2)
+    torch.testing.assert_close(expected.diagonal(), torch.ones(2).double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(keys.double() @ again.double().T, expected, rtol=0, atol=1e-5)
+
+
+def test_projections_of_parts_of_the_heads_add_up():
+    q, projection = torch.randn(5, 4, 2, 16), torch.randn(3, 7, 4, 2, 16)
+    parts = [project(q[:, part], projection[:, :, part]) for part in (slice(1), slice(1, 4))]
+    whole = project(q, projection)
+    assert whole.shape == (5, 3, 7)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        whole[2, 1, 4], (q[2] * projection[1, 4]).sum(), rtol=1e-4, atol=1e-4
+    )

@@ -57,42 +57,33 @@ def a_batch(prefixes, new, seed):
     seed=st.integers(0, 1000),
 )
 # Blocks of both sizes and a rest, too few tokens, too few entries; nothing for a library; nothing
-# for the kernel.
+# for the kernel; new tokens alone, and beside too few.
 @example(requests=[(87, 20), (70, 5), (9, 6)], seed=0)
 @example(requests=[(70, 5), (0, 1)], seed=0)
 @example(requests=[(48, 6), (0, 9)], seed=0)
+@example(requests=[(0, 8)], seed=3)
+@example(requests=[(16, 8), (0, 2)], seed=3)
 def test_a_division_does_not_change_what_is_computed(requests, seed):
+    """New tokens are the library's where nothing else is left. The plan remembers its division, for
+    the other layers of the step."""
     prefixes, new = zip(*requests, strict=True)
     arguments, slots, indptr = a_batch(prefixes, new, seed)
     known = get_kernels("reference")
     expected = known.extend(*arguments, known.plan(slots, indptr), SCALE)
     attend = Counted()
     kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
-    state = kernels.extend(*arguments, kernels.plan(slots, indptr), SCALE)
-    torch.testing.assert_close(state.o, expected.o, atol=2e-5, rtol=1e-4)
-    torch.testing.assert_close(state.lse, expected.lse, atol=2e-5, rtol=1e-5)
-    shapes = set(DensePrefixes(attend, BLOCKS, ROWS).shapes(24, 100))
-    assert {(rows, 0 if causal else n) for rows, n, causal in attend.shapes} <= shapes
-    long = [prefix // 16 * 16 for prefix, count in requests if 4 * count >= 3 * ROWS]
-    asked = sum(entries for _, entries, causal in attend.shapes if not causal)
-    assert asked == HEADS * sum(long)
-
-
-@pytest.mark.parametrize(
-    ("prefixes", "new", "causal"),
-    [([0], [8], 1), ([48, 0], [8, 20], 2), ([16, 17], [8, 8], 0), ([16, 0], [8, 2], 0)],
-)
-def test_new_tokens_are_a_librarys_where_nothing_else_is_left(prefixes, new, causal):
-    arguments, slots, indptr = a_batch(prefixes, new, seed=3)
-    known, attend = get_kernels("reference"), Counted()
-    expected = known.extend(*arguments, known.plan(slots, indptr), SCALE)
-    kernels = TritonKernels(dense=DensePrefixes(attend, BLOCKS, ROWS))
-    plan = kernels.plan(slots, indptr)
+    plan, shapes = kernels.plan(slots, indptr), set(kernels._dense.shapes(24, 100))
+    long = [prefix for prefix, count in requests if 4 * count >= 3 * ROWS]
+    whole = len(long) == len(requests) and not any(prefix % 16 for prefix in long)
     for layers in (1, 2):
-        # Twice, as another layer of the step does it: the plan remembers its division.
         state = kernels.extend(*arguments, plan, SCALE)
         torch.testing.assert_close(state.o, expected.o, atol=2e-5, rtol=1e-4)
-        assert sum(causal for _, _, causal in attend.shapes) == layers * causal * HEADS
+        torch.testing.assert_close(state.lse, expected.lse, atol=2e-5, rtol=1e-5)
+        assert {(rows, 0 if causal else n) for rows, n, causal in attend.shapes} <= shapes
+        asked = sum(entries for _, entries, causal in attend.shapes if not causal)
+        assert asked == layers * HEADS * sum(prefix // 16 * 16 for prefix in long)
+        alone = sum(causal for _, _, causal in attend.shapes)
+        assert alone == layers * HEADS * (len(requests) if whole else 0)
 
 
 def test_cudnn_is_asked_only_where_it_can_answer():
