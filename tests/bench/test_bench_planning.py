@@ -238,5 +238,5 @@ def test_heads_of_a_model_with_a_map_beside_it_compete_unless_asked_otherwise(
     folder = text_model(tmp_path / "model")
     TokenWorth(torch.zeros(1, 1, 3)).save(folder / "token_worth.npz")
     ours = plans_for(folder, "--len", "1k", *asked)["kvtier"]
-    assert ours.plan.heads_compete == compete
+    assert ours.plan.heads_compete == ours.settings.competes == compete
     assert not compete or ours.plan.environment["KVTIER_RETENTION"] == "0.25"
