@@ -34,8 +34,8 @@ class DemoServer:
         """The status and the text of the answer. headers: of all calls, if others."""
         own = self._key if headers is None else headers
         data = None if body is None else json.dumps(body).encode()
-        request = Request(self.url + path, data, {"Content-Type": "application/json", **own})
-        request.method = method
+        sent = {"Content-Type": "application/json", **own}
+        request = Request(self.url + path, data, sent, method=method)
         try:
             with urlopen(request, timeout=SAFETY_S) as answer:
                 return answer.status, answer.read().decode()
