@@ -1,6 +1,6 @@
-"""Two tensor parallel ranks say what one says, whatever is compressed. SGLang's own checker
-compares what the ranks decide, and ends a server whose ranks part. Over a tier, and where contexts
-are evicted: test_faulty_ranks.py.
+"""Two tensor parallel ranks say what one says, whatever is compressed and evicted. SGLang's own
+checker compares what the ranks decide, and ends a server whose ranks part. Over a tier:
+test_faulty_ranks.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,21 @@ def test_two_ranks_say_what_one_says_though_one_of_them_has_no_ca_heads(tmp_path
     assert said(two) == said(one)
     assert one["state"]["compacted_tokens"] > two["state"]["compacted_tokens"] > 0
     assert min(out["state"]["slots"] for out in (one, two)) > 30_000
+
+
+def test_two_ranks_evict_what_one_evicts(tmp_path):
+    """There are so few slots that contexts are evicted and computed again. What is computed again
+    says other things: so ranks are even, which hold as many slots as one, and requests come one by
+    one."""
+    PROFILES["even"]().save(tmp_path / "profile.json")
+    env = {**RULE, "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json")}
+    first, second = sessions(3, 6, 1200)
+    rounds = [[request] for request in first]
+    rounds += [[{**request, "continues": [at, 0]}] for at, request in enumerate(second)]
+    one, two = (serve(tmp_path, ranks, rounds, env, max_total_tokens=2400) for ranks in (1, 2))
+    assert said(two) == said(one)
+    for name in ("compacted_tokens", "kv_evicted_tokens", "slots_used"):
+        assert two["state"][name] == one["state"][name] > 0, name
 
 
 @needs_drafts
