@@ -22,7 +22,8 @@ ifneq ($(SGLANG),)
 READY := $(READY)-$(SGLANG)
 endif
 
-# Of the files with tests marked `slow` a third runs, by the hour of the commit.
+# Of the files with tests marked `slow`, and of the kinds of model, a third runs, by the hour of the
+# commit.
 # THOROUGH=1: all of them run, and tests take the time that they like (more examples, all compiled
 # variants).
 export TESTS_TURN ?= $(shell expr $$(git log -1 --format=%ct 2>/dev/null || echo 0) / 3600)

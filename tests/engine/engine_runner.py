@@ -1,10 +1,10 @@
 """A program that runs a real SGLang engine in its own process:
 `python engine_runner.py plan.json out.json`.
 
-plan: {"engine": {...}, "environment"?: {...}, "rounds": [[{"input_ids", "max_new_tokens",
-"logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?, "abort_after"?: tokens,
-"refused"?: whether an error is its answer}, ...], ...]}
-environment: SGLang's variables.
+plan: {"engine": {...}, "environment"?: {...}, "fault"?: str, "rounds": [[{"input_ids",
+"max_new_tokens", "logprobs"?, "logprob_start_len"?, "custom_params"?, "stream"?,
+"abort_after"?: tokens, "refused"?: whether an error is its answer}, ...], ...]}
+environment: SGLang's variables. fault: of the last rank, see ranks/faulty_ranks.py.
 Every round is sent at once (continuous batching). A request may name the round and index it
 continues ({"continues": [round, index], "input_ids": tail}): its prompt is then that request's
 prompt, its answer, and the tail. Instead of requests a round may be one of these:
@@ -220,10 +220,20 @@ def use(environment: dict[str, str]) -> None:
     scheduler.TEST_RETRACT = scheduler.envs.SGLANG_TEST_RETRACT.get()
 
 
+def play(fault: str | None) -> None:
+    """Have something go wrong on the last rank."""
+    if fault is not None:
+        sys.path.append(str(Path(__file__).with_name("ranks")))
+        import faulty_ranks
+
+        faulty_ranks.play(fault)
+
+
 def main(plan_path: str, out_path: str) -> None:
     import sglang
 
     plan = json.loads(Path(plan_path).read_text())
+    play(plan.get("fault"))
     if plan.get("environment"):
         use(plan["environment"])
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})

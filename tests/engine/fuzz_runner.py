@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_runner import ENGINE_DEFAULTS
+from engine_runner import ENGINE_DEFAULTS, play
 from waiting import be_slow_async, wait_for_async
 
 LONGEST_PROMPT = 700
@@ -133,11 +133,7 @@ def main(plan_path: str, out_path: str) -> None:
     import sglang
 
     plan = json.loads(Path(plan_path).read_text())
-    if "fault" in plan:
-        sys.path.append(str(Path(__file__).with_name("ranks")))
-        import faulty_ranks
-
-        faulty_ranks.play(plan["fault"])
+    play(plan.get("fault"))
     engine = sglang.Engine(**{**ENGINE_DEFAULTS, **plan["engine"]})
     fuzzer = Fuzzer(engine, plan)
     try:

@@ -21,6 +21,8 @@ RULE = {
     "KVTIER_TIER_SPAN_TOKENS": "64",
     "KVTIER_HEAD_PROFILE": str(DEMO_MODEL / "head_profile.json"),
 }
+# The same where heads compete.
+COMPETING_RULE = {name: value for name, value in RULE.items() if name != "KVTIER_HEAD_PROFILE"}
 
 
 def continued(

@@ -89,7 +89,6 @@ class MiniScheduler:
         refresh: RefreshRule | None = None,
         near_data: bool = False,
         again: TriggerRule | None = None,
-        drain_s: float = 0.0,
         patience_s: float | None = None,
         adaptive: bool = False,
         bits: int | None = None,
@@ -154,7 +153,7 @@ class MiniScheduler:
                 Unchanging(ContextNames(identity, span_tokens)),
                 SpanCodec(self.pool),
                 TurnRules(self.rule, compressor.share, compressor.page),
-                drain_s=drain_s,
+                drain_s=0.0,
                 patience_s=patience_s,
             )
         self.tree = KvtierRadixCache(

@@ -22,11 +22,11 @@ SLOW_S = 0.1
 FAULTS = ("slow", "losing", "unsteady", "parting")
 
 
-def play(fault: str | None) -> None:
-    assert fault is None or fault in FAULTS
+def play(fault: str) -> None:
     if fault == "parting":
         _part()
-    elif fault is not None:
+    else:
+        assert fault in FAULTS
         _play_on_the_link(fault)
 
 

@@ -1,20 +1,16 @@
-"""Servers of one rank and of several, and the sessions that they are asked."""
+"""Servers of one rank and of several, and the head profiles that split between them."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 from compressing import uneven_profile
-from engine_process import DEMO_MODEL, run_script
+from engine_process import DEMO_MODEL, RUNNER, run_script
 from tiered_engine import ENGINE
 
 from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.profile import HeadProfile, load_profile
-
-RUNNER = Path(__file__).with_name("ranks_runner.py")
-Requests = list[dict[str, Any]]
 
 
 def serve(
@@ -25,11 +21,6 @@ def serve(
     faulty_ranks.py."""
     plan = {"engine": {**ENGINE, "tp_size": ranks, **flags}, "rounds": rounds, "fault": fault}
     return run_script(RUNNER, folder, plan, env | ranks_on_a_cpu(ranks))
-
-
-def said(out: dict[str, Any]) -> list[list[list[int]]]:
-    assert out["state"]["integrity"] == []
-    return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
 
 
 def demo_profile() -> HeadProfile:
@@ -48,20 +39,3 @@ def empty_rank() -> HeadProfile:
 # The profiles are named by how they split between two ranks: that of compressing.py has three CA
 # heads on each.
 PROFILES = {"even": uneven_profile, "uneven": demo_profile, "an empty rank": empty_rank}
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(6, 384) for _ in range(count)]
-
-
-def first_turns(rng: random.Random, count: int, longest: int) -> Requests:
-    lengths = [rng.randrange(longest // 3, longest) for _ in range(count)]
-    return [{"input_ids": tokens(rng, n), "max_new_tokens": 9} for n in lengths]
-
-
-def next_turns(rng: random.Random, round_index: int, count: int) -> Requests:
-    """Every session of that round goes on."""
-    return [
-        {"input_ids": tokens(rng, 70), "max_new_tokens": 9, "continues": [round_index, index]}
-        for index in range(count)
-    ]

@@ -1,26 +1,28 @@
-"""Every endpoint of SGLang's server is called on a server of kvtier's, and the server goes on."""
+"""Every endpoint of SGLang's server is called on a server of kvtier's, and the server goes on; what
+would end SGLang's scheduler gets a 400."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from demo_server import DemoServer, demo_server
 from engine_process import DEMO_MODEL
-from live_server import free_port, serving
+from sglang.srt.managers.io_struct import GenerateReqInput
 from waiting import SAFETY_S
 
-pytestmark = pytest.mark.engine
+from kvtier.errors import UsageError
+from kvtier_sglang import requests
 
 IDS = [7, 8, 9, 10]
-TWO_TOKENS = {"max_new_tokens": 2, "temperature": 0}
-ASK = {"input_ids": IDS, "sampling_params": TWO_TOKENS}
+SAMPLING = {"max_new_tokens": 2, "temperature": 0}
+ASK = {"input_ids": IDS, "sampling_params": SAMPLING}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 # Bodies with which an endpoint reaches the scheduler, or whatever else is behind it. Every endpoint
 # is also called with an empty one.
@@ -65,34 +67,51 @@ def endpoints() -> list[tuple[str, str]]:
     return sorted({(method, one.path) for one in routes for method in getattr(one, "methods", ())})
 
 
-@pytest.fixture(scope="module", params=["", "local"], ids=["without a tier", "with a tier"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[str]:
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    command = [
-        *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-        *("--max-total-tokens", "4096", "--data-dir", str(folder)),
-        *("--retention", "0.5", *(["--tier", request.param] if request.param else [])),
-    ]
-    with serving(command, port, log=folder / "server.log") as url:
-        yield url
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "no text": ("/generate", {"text": "", "sampling_params": SAMPLING}),
+    "no tokens": ("/generate", {"input_ids": [], "sampling_params": SAMPLING}),
+    "one of two empty": ("/generate", {"input_ids": [IDS, []], "sampling_params": SAMPLING}),
+    "logprobs before the beginning": (
+        "/generate",
+        {**ASK, "input_ids": IDS * 25, "return_logprob": True, "logprob_start_len": -2},
+    ),
+    "unknown to kvtier": (
+        "/generate",
+        {"input_ids": IDS, "sampling_params": SAMPLING | {"custom_params": {"kvtier": {"x": 1}}}},
+    ),
+    "release": ("/release_memory_occupation", {}),
+    "resume": ("/resume_memory_occupation", {}),
+    # No scheduler of ours can do these.
+    "experts": ("/dump_expert_distribution_record", {}),
+    "experts begin": ("/start_expert_distribution_record", {}),
+    "SGLang's own tier": ("/hicache/storage-backend/clear", {}),
+    "a profile of the device alone": ("/start_profile", {"activities": ["MEM"]}),
+}
 
 
-def call(url: str, method: str, path: str, body: dict[str, Any]) -> int:
+@pytest.fixture(scope="module", params=[False, True], ids=["without a tier", "over a tier"])
+def over_a_tier(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def server(over_a_tier: bool, tmp_path_factory: Any) -> Iterator[DemoServer]:
+    flags = ["--max-total-tokens", "4096", "--retention", "0.5"]
+    flags += ["--tier", "local"] if over_a_tier else []
+    with demo_server(tmp_path_factory.mktemp("server"), *flags) as started:
+        yield started
+
+
+def call(server: DemoServer, method: str, path: str, body: dict[str, Any]) -> int:
     """The status. Raises OSError where nobody answers."""
     path = path.replace(":path}", "}").replace("{model}", "m").replace("{response_id}", "x")
-    data = None if method in ("GET", "HEAD") else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    try:
-        with urlopen(Request(url + path, data, headers, method=method), timeout=SAFETY_S) as answer:
-            answer.read()
-            return int(answer.status)
-    except HTTPError as error:
-        return error.code
+    sent = None if method in ("GET", "HEAD") else body
+    status, _ = server.call(path, sent, method=method)
+    return status
 
 
 @contextmanager
-def running(url: str) -> Iterator[None]:
+def running(server: DemoServer) -> Iterator[None]:
     """Have a request run within this context, whose client reads what it is sent and then leaves.
 
     It ends by itself, too: an endpoint that changes weights waits for it.
@@ -100,7 +119,7 @@ def running(url: str) -> Iterator[None]:
     sampling = {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": IDS * 8, "sampling_params": sampling, "stream": True}
     request = Request(
-        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     left = Event()
 
@@ -118,8 +137,9 @@ def running(url: str) -> Iterator[None]:
     reader.join()
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "while a request runs"])
-def test_the_server_lives_on_after_every_endpoint(server: str, busy: bool) -> None:
+@pytest.mark.engine
+def test_the_server_lives_on_after_every_endpoint(server: DemoServer, over_a_tier: bool) -> None:
+    """While it is idle, and over a tier while a request runs."""
     called = endpoints()
     assert len(called) > 100
     assert set(BODIES) <= {path for _, path in called}
@@ -127,7 +147,7 @@ def test_the_server_lives_on_after_every_endpoint(server: str, busy: bool) -> No
         for body in ({}, BODIES.get(path)):
             if body is None:
                 continue
-            with running(server) if busy else nullcontext():
+            with running(server) if over_a_tier else nullcontext():
                 assert 200 <= call(server, method, path, body) < 600
                 if path in ENDED_BY:
                     call(server, "POST", ENDED_BY[path], {})
@@ -135,11 +155,34 @@ def test_the_server_lives_on_after_every_endpoint(server: str, busy: bool) -> No
             assert after == 200, f"after {method} {path} {body}: {after}"
 
 
-def test_what_no_scheduler_of_ours_can_do_is_refused(server: str) -> None:
-    for path, body in (
-        ("/dump_expert_distribution_record", {}),
-        ("/start_expert_distribution_record", {}),
-        ("/hicache/storage-backend/clear", {}),
-        ("/start_profile", {"activities": ["MEM"]}),
-    ):
-        assert call(server, "POST", path, body) == 400
+@pytest.mark.engine
+def test_a_request_that_would_end_the_scheduler_is_refused(server: DemoServer) -> None:
+    for name, (path, body) in REFUSED.items():
+        status, text = server.call(path, body)
+        assert status == 400, name
+        if path.startswith(("/generate", "/release", "/resume")):
+            assert json.loads(text)["error"]["message"], name
+        assert server.generate(IDS, 2)["meta_info"]["completion_tokens"] == 2, name
+
+
+def manager(backend: str = "kvtier", *, is_mrope: bool = False) -> SimpleNamespace:
+    args = SimpleNamespace(
+        attention_backend=backend, radix_cache_backend=None, model_path=str(DEMO_MODEL)
+    )
+    return SimpleNamespace(server_args=args, model_config=SimpleNamespace(model_is_mrope=is_mrope))
+
+
+def test_pictures_that_turn_keys_are_refused_where_keys_are_compared(monkeypatch):
+    asked = GenerateReqInput(input_ids=IDS, image_data=["a picture"])
+    requests.check_request(manager(is_mrope=True), asked, IDS)
+    monkeypatch.setenv("KVTIER_RETENTION", "0.5")
+    with pytest.raises(UsageError, match=r"^image_data: expected text alone"):
+        requests.check_request(manager(is_mrope=True), asked, IDS)
+    requests.check_request(manager(is_mrope=True), GenerateReqInput(input_ids=IDS), IDS)
+    requests.check_request(manager(), asked, IDS)
+
+
+def test_a_server_without_kvtier_is_left_as_it_is():
+    asked = SimpleNamespace(return_logprob=True, logprob_start_len=-5)
+    requests.check_request(manager("torch_native"), asked, [])
+    requests.refuse_offload(manager("torch_native"))

@@ -5,84 +5,52 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import pytest
-from engine_process import DEMO_MODEL
-from live_server import free_port, serving
-from prometheus_client.parser import text_string_to_metric_families
-from waiting import SAFETY_S, wait_for
+from demo_server import DemoServer, demo_server
+from sessions import Prompt, tokens
+from waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
 FIRST, SECOND, ANSWER = 600, 40, 8
-
-
-@contextmanager
-def server(folder: Path, *flags: str) -> Iterator[str]:
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enable-metrics"),
-        *("--max-total-tokens", "8000", "--data-dir", str(folder), *flags),
-    ]
-    with serving(command, port, log=folder / "server.log") as url:
-        yield url
-
-
-def ask(url: str, input_ids: list[int], **more: Any) -> dict[str, Any]:
-    body = {
-        "input_ids": input_ids,
-        "sampling_params": {"max_new_tokens": ANSWER, "temperature": 0, "ignore_eos": True},
-        **more,
-    }
-    request = Request(f"{url}/generate", json.dumps(body).encode())
-    request.add_header("Content-Type", "application/json")
-    with urlopen(request, timeout=SAFETY_S) as reply:
-        return json.load(reply)
-
-
-def counted(url: str) -> dict[str, float]:
-    """The shadow's metrics, by name and outcome."""
-    with urlopen(f"{url}/metrics/", timeout=SAFETY_S) as reply:
-        families = text_string_to_metric_families(reply.read().decode())
-    return {
-        " ".join([sample.name, *filter(None, [sample.labels.get("outcome")])]): sample.value
-        for family in families
-        for sample in family.samples
-        if sample.name.startswith("kvtier_shadow_")
-    }
-
-
-def session(seed: int) -> tuple[list[int], list[int]]:
-    rng = random.Random(seed)
-    return tuple([rng.randrange(6, 384) for _ in range(n)] for n in (FIRST, SECOND))
-
-
-def two_turns(url: str, seed: int) -> list[dict[str, Any]]:
-    first, second = session(seed)
-    one = ask(url, first)
-    return [one, ask(url, [*first, *one["output_ids"], *second])]
-
-
 COMPARED = "kvtier_shadow_turns_total compared"
 
 
-def compared(url: str, before: dict[str, float], turns: int) -> dict[str, float]:
+def server(folder: Path, *flags: str) -> AbstractContextManager[DemoServer]:
+    return demo_server(folder, "--enable-metrics", "--max-total-tokens", "8000", *flags)
+
+
+def counted(server: DemoServer) -> dict[str, float]:
+    """The shadow's metrics, by name and outcome."""
+    return {k: v for k, v in server.samples().items() if k.startswith("kvtier_shadow_")}
+
+
+def session(seed: int) -> tuple[Prompt, Prompt]:
+    rng = random.Random(seed)
+    return tokens(rng, FIRST), tokens(rng, SECOND)
+
+
+def two_turns(server: DemoServer, seed: int) -> list[dict[str, Any]]:
+    first, second = session(seed)
+    one = server.generate(first, ANSWER)
+    return [one, server.generate([*first, *one["output_ids"], *second], ANSWER)]
+
+
+def compared(server: DemoServer, before: dict[str, float], turns: int) -> dict[str, float]:
     """Wait for so many turns more and return what they add to the metrics."""
-    wait_for(lambda: counted(url).get(COMPARED, 0) >= before[COMPARED] + turns)
-    return {name: value - before[name] for name, value in counted(url).items() if name in before}
+    wait_for(lambda: counted(server).get(COMPARED, 0) >= before[COMPARED] + turns)
+    return {name: n - before[name] for name, n in counted(server).items() if name in before}
 
 
-def warmed_up(url: str) -> dict[str, float]:
+def warmed_up(server: DemoServer) -> dict[str, float]:
     """The metrics when the server's own first request is compared."""
-    wait_for(lambda: counted(url).get(COMPARED, 0) == 1)
-    return counted(url)
+    wait_for(lambda: counted(server).get(COMPARED, 0) == 1)
+    return counted(server)
 
 
 def agreement(found: dict[str, float]) -> float:
@@ -91,14 +59,12 @@ def agreement(found: dict[str, float]) -> float:
 
 
 def test_what_keeps_everything_agrees_with_exact_kv(tmp_path):
-    with server(tmp_path, "--shadow-share", "1") as url:
-        before = warmed_up(url)
-        asked = [ask(url, session(seed)[0]) for seed in range(2)]
-        found = compared(url, before, 2)
-        with urlopen(f"{url}/kvtier/status.json", timeout=SAFETY_S) as reply:
-            shadow = json.load(reply)["shadow"]
-        with urlopen(f"{url}/kvtier/status", timeout=SAFETY_S) as reply:
-            shown = reply.read().decode()
+    with server(tmp_path, "--shadow-share", "1") as started:
+        before = warmed_up(started)
+        asked = [started.generate(session(seed)[0], ANSWER) for seed in range(2)]
+        found = compared(started, before, 2)
+        shadow = json.loads(started.get("/kvtier/status.json"))["shadow"]
+        shown = started.get("/kvtier/status")
     assert shadow["same"] == shadow["tokens"] > 2 * ANSWER
     assert f"it agrees with 100.0% of the {shadow['tokens']} tokens of their answers" in shown
     assert found["kvtier_shadow_tokens_total"] == 2 * ANSWER
@@ -110,19 +76,31 @@ def test_what_keeps_everything_agrees_with_exact_kv(tmp_path):
 
 
 def test_what_drops_most_is_told_apart_and_answers_as_without_a_shadow(tmp_path):
-    flags = ("--retention", "0.02")
+    """Under load, where requests come while others are computed again, which stop and begin anew,
+    every turn is compared or given up, and no answer is missing."""
+    flags, turns = ("--retention", "0.02"), 12
     (tmp_path / "plain").mkdir()
-    with server(tmp_path / "plain", *flags) as url:
-        plain = [two_turns(url, seed) for seed in range(2)]
-        assert counted(url) == {}
-    with server(tmp_path, *flags, "--shadow-share", "1") as url:
-        said, before = [], warmed_up(url)
+    with server(tmp_path / "plain", *flags) as started:
+        plain = [two_turns(started, seed) for seed in range(2)]
+        assert counted(started) == {}
+    with server(tmp_path, *flags, "--shadow-share", "1") as started:
+        said, before = [], warmed_up(started)
         for seed in range(2):
-            said.append(two_turns(url, seed))
-            compared(url, before, 2 * (seed + 1))
+            said.append(two_turns(started, seed))
+            compared(started, before, 2 * (seed + 1))
         # A client's own wish for log-probabilities is served as it asked.
-        told = ask(url, session(7)[0], return_logprob=True)["meta_info"]
-        found = compared(url, before, 5)
+        told = started.generate(session(7)[0], ANSWER, return_logprob=True)["meta_info"]
+        found = compared(started, before, 5)
+        prompts = [session(100 + number)[0] for number in range(turns)]
+        with ThreadPoolExecutor(3) as clients:
+            answers = list(clients.map(lambda one: started.generate(one, ANSWER), prompts))
+
+        def ended() -> float:
+            return sum(n for name, n in counted(started).items() if "turns_total" in name)
+
+        wait_for(lambda: ended() == 1 + 5 + turns)
+        assert counted(started)[COMPARED] > 1 + 5
+    assert [len(one["output_ids"]) for one in answers] == [ANSWER] * turns
     assert [[one["output_ids"] for one in turns] for turns in said] == [
         [one["output_ids"] for one in turns] for turns in plain
     ]
@@ -132,22 +110,3 @@ def test_what_drops_most_is_told_apart_and_answers_as_without_a_shadow(tmp_path)
     assert agreement(found) < 1
     # It takes what it says for likelier than it is.
     assert found["kvtier_shadow_divergence_nats_sum"] > 0.01
-
-
-def test_under_load_every_turn_is_compared_or_given_up_and_no_answer_is_missing(tmp_path):
-    """Requests come while others are computed again, which stop and begin anew."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    turns = 12
-    with server(tmp_path, "--retention", "0.3", "--shadow-share", "1") as url:
-        warmed_up(url)
-        with ThreadPoolExecutor(3) as clients:
-            answers = list(clients.map(lambda seed: ask(url, session(seed)[0]), range(turns)))
-        assert [len(one["output_ids"]) for one in answers] == [ANSWER] * turns
-
-        def ended() -> float:
-            found = counted(url)
-            return sum(value for name, value in found.items() if "turns_total" in name)
-
-        wait_for(lambda: ended() == turns + 1)
-        assert counted(url)[COMPARED] > 1

@@ -1,27 +1,45 @@
 """One real run of engine, tier and Redis, as its operators see it: the status page, in a browser,
-too; and dashboards and rules, whose every query a real Prometheus answers."""
+too; and dashboards and rules, whose every query a real Prometheus answers.
+
+It has something to show: a quality target, prefix memories, a tier that it spills to, restores from
+and refreshes near, and a Redis with its curve.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 from urllib.request import urlopen
 
 import matplotlib.image
 import pytest
+from calibration.redis_server import RedisServer, redis_server
+from demo_server import GREEDY, DemoServer, demo_server
 from deploy.monitoring_queries import RULES, panel_queries, rule_queries, rules, unknown
+from engine.memory.memory_samples import Stored, make_memory
+from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL, PATIENT
 from live_server import free_port
-from seen_run import RESTORED_TOKENS, SESSIONS, SeenRun, scrape, seen_run
+from prometheus_client.parser import text_string_to_metric_families
 from sglang.srt.observability import metrics_collector
+from tierd.live_tier import LiveTier, live_tier
 from waiting import SAFETY_S, wait_for
 
+from kvtier.calibration.documents import load_curve
+from kvtier.calibration.store.opening import open_store
+from kvtier.config import load_settings
+from kvtier.heads.model.loading import load_model
+from kvtier.memory.recipe import Recipe
 from kvtier_sglang.status.figures import FIGURES, Kind
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -44,6 +62,160 @@ RULE_ROUNDS = "prometheus_rule_group_iterations_total"
 BACKGROUNDS = {"light": (255, 255, 255), "dark": (0x14, 0x18, 0x1E)}
 
 
+ADMIN_KEY = "the-admins-own"
+SESSIONS = 2
+EXPORTER = shutil.which("prometheus-redis-exporter")
+RESTORED_TOKENS = 1600 * SESSIONS
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@dataclass
+class SeenRun:
+    """The parts that run. prompts: what its sessions have said so far, with the answers."""
+
+    server: DemoServer
+    tier: LiveTier
+    redis: RedisServer
+    memory: Stored
+    prompts: list[list[int]]
+    redis_metrics_url: str | None
+    # Before the last time that all sessions came back.
+    restored_before: float = 0
+
+    def tier_state(self) -> dict[str, Any]:
+        return self.server.state()["tier"]
+
+    def status(self) -> dict[str, Any]:
+        """The status of the only replica."""
+        return json.loads(self.server.get("/kvtier/status.json?sessions=200"))["replicas"][0]
+
+    def ask(self, prompt: list[int]) -> list[int]:
+        """The answer, streamed: only then does SGLang time what is between tokens."""
+        body = {"input_ids": prompt, "sampling_params": {**GREEDY, "max_new_tokens": 8}}
+        text = self.server.post("/generate", {**body, "stream": True})
+        events = [line for line in text.splitlines() if line]
+        assert events[-1] == "data: [DONE]"
+        return json.loads(events[-2].removeprefix("data: "))["output_ids"]
+
+    def say(self, tokens: int, seed: int) -> None:
+        """Every session says something more, one after the other."""
+        rng = random.Random(seed)
+        for prompt in self.prompts:
+            prompt += [rng.randrange(136, 384) for _ in range(tokens)]
+            prompt += self.ask(prompt)
+
+    def ask_memory(self, seed: int) -> None:
+        """A request that the prefix memory answers."""
+        rng = random.Random(seed)
+        self.ask([*self.memory.prefix, *(rng.randrange(136, 384) for _ in range(40))])
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to the tier any more, and the status page says so,
+        too."""
+        wait_for(lambda: not self.tier_state()["pending"])
+        restored = self.tier_state().get("restored_tokens", 0)
+
+        def told() -> bool:
+            found = self.status()["figures"]
+            return (
+                not found["kvtier_engine_tier_pending"][""]
+                and found["kvtier_restored_tokens"][""] == restored
+            )
+
+        wait_for(told)
+
+    def drive(self, watched: Callable[[], None]) -> None:
+        """Two turns; and twice an empty cache, a turn that comes back, another, and a request of
+        the memory. watched: returns once whoever looks at the run has looked again. All that counts
+        does so before that and after it, and so has a rate."""
+        self.say(1500, seed=1)
+        self.say(300, seed=2)
+        for seed in (3, 4):
+            self.settle()
+            self.server.flush()
+            self.restored_before = self.tier_state().get("restored_tokens", 0)
+            self.say(200, seed=seed)
+            self.say(100, seed=10 + seed)
+            self.ask_memory(seed=20 + seed)
+            self.settle()
+            watched()
+
+
+def samples_of(text: str) -> Samples:
+    """Return what a target exports, by name and labels."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def scrape(url: str) -> Samples:
+    with urlopen(url, timeout=SAFETY_S) as answer:
+        return samples_of(answer.read().decode())
+
+
+@contextmanager
+def seen_run(folder: Path) -> Iterator[SeenRun]:
+    """Started, and not driven yet."""
+    with ExitStack() as stack:
+        redis = stack.enter_context(redis_server())
+        tier = stack.enter_context(
+            live_tier(folder, "--memory", "256m", "--refresh-workers", "1", "--metrics-port", "0")
+        )
+        recipe = Recipe(0.3, 40, 0.5, 7, 0.0)
+        memory = make_memory(load_model(str(DEMO_MODEL)), folder / "memories/m", 150, recipe, 2)
+        with open_store(load_settings(redis_url=redis.url)) as store:
+            store.put(load_curve(DEMO_MODEL / "curve.json"))
+        environment = {**CLEAN_ENVIRONMENT, **PATIENT, "KVTIER_REDIS_URL": redis.url}
+        command = [
+            *("--max-total-tokens", "20000", "--chunked-prefill-size", "512"),
+            *("--skip-tokenizer-init", "--sleep-on-idle", "--decode-log-interval", "1"),
+            *("--calibration-poll-s", "0.5", "--quality", "0.9"),
+            *("--head-profile", str(DEMO_MODEL / "head_profile.json")),
+            *("--memory", str(memory.folder.parent), "--tier", tier.address),
+            *("--refresh", "turn", "--refresh-by", "near-data", "--no-tier-shared-memory"),
+            *("--enable-metrics", "--admin-api-key", ADMIN_KEY),
+        ]
+        # Only what this process starts sees it: the servers of tests take the environment as it is.
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name in set(os.environ) - set(environment):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        server = stack.enter_context(demo_server(folder, *command, key=ADMIN_KEY))
+        exporter = None
+        if EXPORTER is not None:
+            exporter = stack.enter_context(redis_exporter(EXPORTER, redis, folder))
+        prompts: list[list[int]] = [[] for _ in range(SESSIONS)]
+        yield SeenRun(server, tier, redis, memory, prompts, exporter)
+
+
+@contextmanager
+def redis_exporter(binary: str, redis: RedisServer, folder: Path) -> Iterator[str]:
+    address = f"127.0.0.1:{free_port()}"
+    command = [binary, "-redis.addr", redis.url.replace("unix:", "unix:", 1)]
+    command += ["-web.listen-address", address]
+    with (folder / "exporter.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        url = f"http://{address}/metrics"
+        wait_for(lambda: _answers(url))
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=SAFETY_S) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def prometheus_port() -> int:
     return free_port()
@@ -64,7 +236,7 @@ def scraping(run: SeenRun, folder: Path, port: int) -> Iterator[Callable[[], Non
     if PROMETHEUS is None:
         yield lambda: None
         return
-    targets = {"engine": f"{run.url}/metrics/", "tier": run.tier.metrics_url}
+    targets = {"engine": f"{run.server.url}/metrics/", "tier": run.tier.metrics_url}
     if run.redis_metrics_url:
         targets["redis"] = run.redis_metrics_url
     jobs = [
@@ -127,7 +299,7 @@ def ask(port: int, query: str) -> list[dict]:
 def metrics(run: SeenRun) -> dict[tuple[str, str], float]:
     """kvtier's samples, by name and the value of the label beside the model's."""
     found = {}
-    for (name, labels), value in scrape(f"{run.url}/metrics/").items():
+    for (name, labels), value in scrape(f"{run.server.url}/metrics/").items():
         own = [text for key, text in labels if key != "model_name"]
         if name.startswith("kvtier_") and len(own) <= 1:
             found[name, "".join(own)] = value
@@ -176,9 +348,8 @@ def test_the_run_has_something_to_show(run):
 def test_page_and_metrics_of_the_same_run_show_the_same_figures(run):
     ours = figures(run)
     wait_for(lambda: metrics(run) | ours == pytest.approx(metrics(run), abs=0.001))
-    status, page = run.get("/kvtier/status?sessions=200")
-    assert status == 200
-    assert run.get("/kvtier/status", key=None)[0] == 401
+    page = run.server.get("/kvtier/status?sessions=200")
+    assert run.server.call("/kvtier/status", headers={})[0] == 401
     shown = {row[0]: row[1] for row in Texts(page).rows if len(row) == 2}
     told, compared = metrics(run), 0
     for name, text in shown.items():
@@ -216,7 +387,7 @@ def test_rows_of_sessions_add_up_to_the_metrics(run):
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH (Debian: chromium)")
 @pytest.mark.parametrize("scheme", BACKGROUNDS)
 def test_a_browser_draws_the_page_light_and_dark_from_itself_alone(run, tmp_path, scheme):
-    _, page = run.get("/kvtier/status")
+    page = run.server.get("/kvtier/status")
     source, picture = tmp_path / "status.html", tmp_path / f"status-{scheme}.png"
     # The header says the same, which a file has none of.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -246,7 +417,7 @@ def test_a_browser_draws_the_page_light_and_dark_from_itself_alone(run, tmp_path
 
 def scraped(run: SeenRun) -> dict[str, set[str]]:
     """Labels of what engine, tier and, where it has an exporter, Redis export, by name."""
-    urls = [f"{run.url}/metrics/", run.tier.metrics_url]
+    urls = [f"{run.server.url}/metrics/", run.tier.metrics_url]
     found: dict[str, set[str]] = {}
     for url in [*urls, *([run.redis_metrics_url] if run.redis_metrics_url else [])]:
         for name, labels in scrape(url):

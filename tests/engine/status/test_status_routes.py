@@ -1,8 +1,9 @@
-"""The status page over HTTP: who may see it, and what it costs the scheduler."""
+"""The status page over HTTP: who may see it, what it costs the scheduler, and what it says."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import httpx
@@ -11,13 +12,16 @@ from fastapi import FastAPI, HTTPException
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateReqOutput
 from sglang.srt.utils.auth import add_api_key_middleware
+from tiered_tree_harness import REFRESH, two_turns
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
 from waiting import SAFETY_S
 
+from kvtier.retention.shares import FixedShare
 from kvtier_sglang.status import routes
+from kvtier_sglang.status.page import Server, render
 from kvtier_sglang.status.routes import Asker, mount
-from kvtier_sglang.status.state import ANSWER, QUESTION, answer, status_of
+from kvtier_sglang.status.state import answer, status_of
 
 PATHS = ["/kvtier/status", "/kvtier/status.json"]
 
@@ -117,23 +121,13 @@ def test_as_many_sessions_are_told_as_asked_for_and_never_more_than_there_are_pl
         assert get(Manager(cache), f"/kvtier/status.json?sessions={wrong}").status_code == 422
 
 
-def test_another_cache_than_kvtiers_has_nothing_to_show():
-    manager = Manager(object())
-    assert get(manager, "/kvtier/status.json").json() == {"replicas": [None], "shadow": None}
-    assert "not kvtier's" in get(manager, "/kvtier/status").text
-
-
-def test_the_servers_own_state_goes_on_being_told_as_it_was(cache):
-    controller = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=cache))
-    plain = answer(the_server_state, controller, GetInternalStateReq())
-    assert plain.internal_state == {"api_key": "secret"}
-    ours = answer(the_server_state, controller, GetInternalStateReq(rid=QUESTION))
-    assert set(ours.internal_state) == {ANSWER}
-    assert ours.internal_state[ANSWER].keys() == status_of(cache).keys()
-
-
-def test_however_many_ask_the_scheduler_is_asked_once(cache):
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "old"])
+def test_however_many_ask_the_scheduler_is_asked_once_until_its_answer_is_old(
+    cache, monkeypatch, fresh
+):
     manager = Manager(cache)
+    if not fresh:
+        monkeypatch.setattr(routes, "FRESH_S", 0.0)
 
     async def all_at_once() -> None:
         asker = Asker(lambda: manager)
@@ -141,20 +135,7 @@ def test_however_many_ask_the_scheduler_is_asked_once(cache):
         await asker.ask()
 
     asyncio.run(all_at_once())
-    assert len(manager.asked) == 1
-
-
-def test_an_answer_that_is_old_is_asked_for_anew(cache, monkeypatch):
-    manager = Manager(cache)
-    monkeypatch.setattr(routes, "FRESH_S", 0.0)
-
-    async def twice() -> None:
-        asker = Asker(lambda: manager)
-        await asker.ask()
-        await asker.ask()
-
-    asyncio.run(twice())
-    assert len(manager.asked) == 2
+    assert len(manager.asked) == (1 if fresh else 2)
 
 
 def test_a_late_scheduler_is_waited_for_in_the_background_and_its_answer_is_not_lost(cache):
@@ -182,3 +163,56 @@ def test_a_late_scheduler_is_waited_for_in_the_background_and_its_answer_is_not_
         assert told.internal_state == {"api_key": "secret"}
 
     asyncio.run(impatient())
+
+
+# -- the page --
+
+SERVER = Server("a-model", "2026-11-26 12:00:00 UTC")
+
+
+def status(s: MiniScheduler) -> dict:
+    """Return the status as it comes over SGLang's message."""
+    return json.loads(json.dumps(status_of(s.tree)))
+
+
+def test_the_page_has_a_row_for_each_session_and_each_of_its_turns(connect):
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
+    two_turns(s)
+    run_turn(s, context(30, seed=7), [1])
+    found = status(s)
+    page = render(SERVER, [found], 50)
+    for row in found["sessions"]["rows"]:
+        assert f'data-branch="{row["branch"]}"' in page
+        for turn in row["turns"]:
+            assert f"<td>{turn['begin']:,} to {turn['stop']:,}</td>" in page
+    assert "context-anchored" in page
+    assert "retention (share 0.5)" in page
+    assert "well" in page
+    assert page.count("<details") == 2
+    assert render(SERVER, [found], 1).count("<details") == 1
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_the_rule_in_force_is_told_in_words(adaptive):
+    s = MiniScheduler(share=FixedShare(0.25), adaptive=adaptive)
+    run_turn(s, context(60), [1])
+    page = render(SERVER, [status(s)], 50)
+    assert ("KV heads compete for the entries" in page) == adaptive
+    assert ("are locality heads" in page) != adaptive
+    assert "the first 4 and the last 6 tokens" in page
+
+
+def test_a_tier_that_is_away_stands_out(connect):
+    s = MiniScheduler(link=connect())
+    for _ in range(3):
+        s.tree.tier.link.breaker.failed()
+    assert '<span class="bad">away</span>' in render(SERVER, [status(s)], 50)
+
+
+def test_replicas_are_told_one_by_one_and_one_without_kvtier_is_no_error():
+    s = MiniScheduler()
+    run_turn(s, context(30), [1])
+    page = render(SERVER, [status(s), None], 50)
+    assert "Replica 0" in page
+    assert "Replica 1" in page
+    assert "not kvtier's" in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tiered_tree_harness import REFRESH, turn, two_turns
+from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import context
 from waiting import SAFETY_S
@@ -31,25 +31,20 @@ def test_bytes_of_sessions_that_share_nothing_add_up_to_what_the_pool_holds():
         assert 0 < row["bytes"] < row["full_bytes"] == 62 * s.pool.slot_bytes
 
 
-def test_a_session_says_why_each_of_its_turns_keeps_what_it_keeps():
-    s = MiniScheduler(share=FixedShare(0.5))
+@pytest.mark.parametrize("share", SHARES)
+def test_a_session_says_why_each_of_its_turns_keeps_what_it_keeps(share):
+    s = MiniScheduler(share=share)
     two_turns_of(s)
     (row,) = rows(s)
     assert row["num_turns"] == 2
     assert [(t["begin"], t["stop"]) for t in row["turns"]] == [(62, 105), (0, 62)]
-    assert [t["reason"] for t in row["turns"]] == ["share", "share"]
-    assert [t["slots"] for t in row["turns"]] == [n.num_slots for n in path(s)]
-    assert [t["entries"] for t in row["turns"]] == [n.entries for n in path(s)]
+    assert [t["reason"] for t in row["turns"]] == [None if share is None else "share"] * 2
+    assert row["turns"][1]["dropped_tokens"] == 50
+    assert not row["turns"][1]["is_exact"]
+    newest_first = sorted(s.tree.nodes(), key=lambda node: -node.start)
+    assert [t["slots"] for t in row["turns"]] == [n.num_slots for n in newest_first]
+    assert [t["entries"] for t in row["turns"]] == [n.entries for n in newest_first]
     assert row["slots"] == sum(t["slots"] for t in row["turns"])
-
-
-def test_a_turn_without_a_share_rule_has_no_reason_and_says_what_it_dropped():
-    s = MiniScheduler()
-    run_turn(s, context(60), [1, 2])
-    (row,) = rows(s)
-    assert row["turns"][0]["reason"] is None
-    assert row["turns"][0]["dropped_tokens"] == 50
-    assert not row["turns"][0]["is_exact"]
 
 
 def test_sessions_that_share_a_prefix_go_by_their_own_parts():
@@ -62,7 +57,7 @@ def test_sessions_that_share_a_prefix_go_by_their_own_parts():
     assert all(0 < row["shared_tokens"] <= 40 for row in found)
 
 
-def test_a_session_keeps_its_number_while_it_goes_on():
+def test_a_session_keeps_its_number_and_says_what_became_of_its_last_prompt():
     s = MiniScheduler(share=FixedShare(0.5))
     run_turn(s, context(60), [1, 2])
     (before,) = rows(s)
@@ -70,14 +65,7 @@ def test_a_session_keeps_its_number_while_it_goes_on():
     (after,) = rows(s)
     assert before["branch"] == after["branch"]
     assert after["context_tokens"] > before["context_tokens"]
-
-
-def test_a_session_says_what_became_of_its_last_prompt():
-    s = MiniScheduler()
-    run_turn(s, context(60), [1, 2])
-    run_turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3])
-    (row,) = rows(s)
-    assert row["last_prompt"] == {
+    assert after["last_prompt"] == {
         "tokens": 102, "hit": 62, "restored": 0, "computed": 40, "recomputed": {},
     }  # fmt: skip
 
@@ -126,7 +114,7 @@ def test_a_request_that_runs_is_told_from_a_session_that_waits():
     assert [row["is_running"] for row in rows(s)] == [False]
 
 
-@pytest.mark.parametrize("share", [None, FixedShare(0.5)])
+@pytest.mark.parametrize("share", SHARES)
 def test_what_the_tier_got_and_gave_is_told(connect, share):
     a = MiniScheduler(share=share, link=connect())
     tokens = two_turns(a)
@@ -142,20 +130,6 @@ def test_what_the_tier_got_and_gave_is_told(connect, share):
     assert row["restored_tokens"] == len(tokens) == b.tree.tier.counters["restored_tokens"]
     reasons = {t["reason"] for t in row["turns"] if t["restored_tokens"]}
     assert reasons == ({None} if share is None else {"as-recorded"})
-
-
-def test_a_node_that_is_cut_shares_out_what_is_known_of_it(connect):
-    s = MiniScheduler(link=connect())
-    run_turn(s, context(60), [1, 2])
-    (node,) = s.tree.nodes()
-    before = node.sent_tokens
-    assert before == 62
-    # The fork is inside the sink, so that the compressed node is cut there.
-    s.release(s.admit([*context(3), 49, 49, 48]), checkpoint=False)
-    parts = sorted(s.tree.nodes(), key=lambda one: one.start)
-    assert len(parts) == 2
-    assert sum(part.sent_tokens for part in parts) == before
-    assert all(part.sent_tokens <= len(part.key) for part in parts)
 
 
 def test_nothing_of_a_status_depends_on_the_tokens(connect):
@@ -184,8 +158,3 @@ def without_times(status: dict) -> dict:
 def two_turns_of(s: MiniScheduler) -> None:
     run_turn(s, context(60), [1, 2])
     run_turn(s, [*context(60), 1, 2, *context(40, seed=1)], [3, 4, 5])
-
-
-def path(s: MiniScheduler) -> list:
-    """The nodes of the only session, newest first."""
-    return sorted(s.tree.nodes(), key=lambda node: -node.start)

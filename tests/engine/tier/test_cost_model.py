@@ -3,53 +3,34 @@
 from __future__ import annotations
 
 import pytest
+from waiting import FakeClock
 
 from kvtier_sglang.tier.cost_model import LEAST_TOKENS, LOAD_RATE_LIFE_S, CostModel
 
 TOKEN_BYTES = 1000
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_loading_is_tried_until_both_rates_are_known():
-    costs = CostModel()
-    assert costs.loading_pays(TOKEN_BYTES)
-    costs.computed(1.0, 2000)
-    assert costs.loading_pays(TOKEN_BYTES)
-    assert costs.compute_s(4000) == pytest.approx(2.0)
-    assert CostModel().compute_s(1) == float("inf")
+def test_loading_is_tried_until_both_rates_are_known_and_then_the_faster_one_is_chosen():
+    for loaded_tokens, pays in ((4000, True), (1000, False)):
+        costs = CostModel()
+        assert costs.compute_s(1) == float("inf")
+        assert costs.loading_pays(TOKEN_BYTES)
+        costs.computed(1.0, 2000)
+        assert costs.loading_pays(TOKEN_BYTES)
+        assert costs.compute_s(4000) == pytest.approx(2.0)
+        costs.loaded(1.0, loaded_tokens, loaded_tokens * TOKEN_BYTES)
+        assert costs.loading_pays(TOKEN_BYTES) is pays
 
 
-@pytest.mark.parametrize(("loaded_tokens", "pays"), [(4000, True), (1000, False)])
-def test_the_faster_one_is_chosen(loaded_tokens, pays):
-    costs = CostModel()
-    costs.computed(1.0, 2000)
-    costs.loaded(1.0, loaded_tokens, loaded_tokens * TOKEN_BYTES)
-    assert costs.loading_pays(TOKEN_BYTES) is pays
-
-
-def test_a_tier_that_was_slow_once_is_asked_again():
-    clock = Clock()
+def test_a_tier_that_was_slow_once_is_asked_again_and_one_good_load_later_it_is_used():
+    """The slow load before does not drag the average down."""
+    clock = FakeClock()
     costs = CostModel(clock)
     costs.computed(1.0, 2000)
     costs.loaded(10.0, 1000, 1000 * TOKEN_BYTES)
     assert not costs.loading_pays(TOKEN_BYTES)
-    clock.now += LOAD_RATE_LIFE_S + 1
+    clock.passes(LOAD_RATE_LIFE_S + 1)
     assert costs.loading_pays(TOKEN_BYTES)
-
-
-def test_one_good_load_later_it_is_used_again():
-    """The slow load before does not drag the average down."""
-    clock = Clock()
-    costs = CostModel(clock)
-    costs.computed(1.0, 2000)
-    costs.loaded(10.0, 1000, 1000 * TOKEN_BYTES)
-    clock.now += LOAD_RATE_LIFE_S + 1
     costs.loaded(1.0, 4000, 4000 * TOKEN_BYTES)
     assert costs.loading_pays(TOKEN_BYTES)
     costs.loaded(1.0, 2000, 2000 * TOKEN_BYTES)

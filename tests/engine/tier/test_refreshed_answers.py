@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from compressing import competing, demo_model, demo_worth
 from engine_process import DEMO_MODEL
+from sessions import said_in, side_by_side
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, RULE, run_never_missing
 from torch import Tensor
@@ -20,7 +22,6 @@ from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
 from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import ReferenceSession
-from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.head_budgets import adaptive_selection
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import DroppedSpan, LocalityRule
@@ -246,31 +247,21 @@ def prompts() -> list[list[list[int]]]:
     return [[[rng.randrange(6, 384) for _ in range(n)] for n in turns] for turns in lengths]
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-
-
 @pytest.mark.parametrize(
     ("kind", "merge", "by", "when"),
     [
-        ("competing", "off", "fetch", "turn"),
-        ("competing", "keepkv", "fetch", "turn"),
         ("profile", "off", "fetch", "turn"),
-        ("profile", "keepkv", "fetch", "turn"),
-        ("profile", "keepkv", "near-data", "turn"),
         ("competing", "off", "fetch", "moved"),
         ("competing", "keepkv", "fetch", "5"),
         ("profile", "keepkv", "near-data", "5"),
     ],
 )
 def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
-    tmp_path, model, kind, merge, by, when
+    tmp_path, kind, merge, by, when
 ):
-    """All sessions' turns at a time, each over what its own queries chose. What is chosen in the
-    background is awaited, so that it is known which token reads it first."""
+    """All sessions' turns at a time, each over what its own queries chose when it began, and again
+    while it is generated. What is chosen in the background is awaited, so that it is known which
+    token reads it first."""
     env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": when, "KVTIER_MERGE": merge}
     env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600", "CHOICES_ARE_AWAITED": "1"}
     again = Again(int(when), int(when)) if when.isdigit() else None
@@ -282,36 +273,24 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
     rule = RefreshRule(KeepKV(), merges=merge != "off")
     if kind == "competing":
         del env["KVTIER_HEAD_PROFILE"]
-        worth = fit_tokens(str(DEMO_MODEL), contexts=3, lengths=[512]).worth
-        worth.save(tmp_path / "worth.npz")
-        env |= {"KVTIER_SCORER": "reconstruction", "KVTIER_HEAD_BUDGETS": "adaptive"}
-        env["KVTIER_SCORER_FILE"] = str(tmp_path / "worth.npz")
-        policy = Competing(Reconstruction.of(worth), rule)
+        env |= competing(tmp_path)
+        policy = Competing(Reconstruction.of(demo_worth()), rule)
     else:
         policy = ByProfile(load_profile(DEMO_MODEL / "head_profile.json"), rule)
     # No more are chosen for in the background at a time.
     sessions, tokens = (prompts()[:AHEAD_AT_A_TIME], 30) if again else (prompts(), 12)
-    expected, rounds, times_again = [], [], 0
+    expected, times_again = [], 0
     for turns in sessions:
-        session = RefreshedSession(model, policy, again)
+        session = RefreshedSession(demo_model(), policy, again)
         expected.append([session.turn(prompt, tokens).token_ids for prompt in turns])
         times_again += session.times_again
-    for turn in range(len(sessions[0])):
-        asked: list[dict[str, Any]] = [
-            {"input_ids": turns[turn], "max_new_tokens": tokens} for turns in sessions
-        ]
-        if turn:
-            for index, request in enumerate(asked):
-                request["continues"] = [turn - 1, index]
-        rounds.append(asked)
+    rounds = side_by_side(sessions, tokens)
     with live_tier(tmp_path, "--memory", "512m") as tier:
         env["KVTIER_TIER"] = tier.address
         engine = {**ENGINE, "chunked_prefill_size": ONE_PASS}
         out = run_never_missing(tmp_path, rounds, env, engine)
-    assert out["state"]["integrity"] == []
     found = out["state"]["tier"]
     assert found["refreshed_turns"] == len(sessions) * (len(rounds) - 1)
     assert found.get("refreshed_again", 0) == times_again
     assert "unrefreshed_layers" not in found
-    answers = [[one["output_ids"] for one in requests] for requests in out["rounds"]]
-    assert [list(turns) for turns in zip(*answers, strict=True)] == expected
+    assert said_in(out, len(sessions)) == expected

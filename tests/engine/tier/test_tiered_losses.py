@@ -4,9 +4,7 @@ and is not taken for more than it is.
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 from tiered_tree_harness import REFRESH, SHARES, turn, two_turns
@@ -23,7 +21,6 @@ from kvtier.tier.link.link import TierLink
 from kvtier.tier.link.queues import Fetch
 from kvtier.tier.prefetch import Landed
 from kvtier.tier.transport.landing import Landing
-from kvtier_sglang import hooks
 from kvtier_sglang.ranks import Answer
 from kvtier_sglang.tier.state import KvWait
 
@@ -105,31 +102,6 @@ def test_a_turn_that_ends_while_the_tier_is_away_is_there_when_it_is_back(connec
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_a_server_that_ends_waits_for_its_newest_turn_to_reach_the_tier(connect, in_time, caplog):
-    caplog.set_level("INFO")
-    a = MiniScheduler(link=connect(AwayClient), drain_s=SAFETY_S if in_time else 0.05)
-    prompt = context(90)
-    turn(a, prompt, [1, 2])
-    link = a.tree.tier.link
-
-    def come_back() -> None:
-        wait_for(lambda: "are waited for" in caplog.text)
-        link.client.away = False
-
-    back = threading.Thread(target=come_back)
-    if in_time:
-        back.start()
-    a.tree.release_host_resources()
-    assert link.pending == 0 or not in_time
-    link.close()
-    if in_time:
-        back.join()
-    assert ("the server ends with" in caplog.text) != in_time
-    b = MiniScheduler(link=connect())
-    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == (92 if in_time else 0)
-
-
-@pytest.mark.parametrize("in_time", [True, False])
 def test_spans_that_found_no_room_go_when_there_is_some_or_are_shed_at_the_end(connect, in_time):
     a = MiniScheduler(share=FixedShare(0.5), link=connect(AwayClient))
     link, spiller = a.tree.tier.link, a.tree.tier.spiller
@@ -170,37 +142,6 @@ def test_what_comes_while_the_scheduler_looks_is_not_lost():
     wait = KvWait(fetch, deadline=float("inf"), scope=Scope())
     assert wait.answer is Answer.AWAITED
     assert wait.answer == (0, 64, 64, [])
-
-
-def test_while_the_tier_is_away_the_scheduler_does_not_look_what_to_ask_for(connect):
-    s = MiniScheduler(link=connect(AwayClient))
-    scheduler = SimpleNamespace(tree_cache=s.tree, enable_lmcache=None)
-    hooks.ask_tier(scheduler)
-    assert scheduler.enable_lmcache
-    answer = threading.Event()
-    link = s.tree.tier.link
-
-    def asked(_):
-        answer.wait(SAFETY_S)
-
-    asked.needs, asked.scope = list, Scope()
-    s.tree.tier.fetches.ask(s.tree.requests.of("waiting"), asked, patience_s=SAFETY_S)
-    for _ in range(3):
-        link.breaker.failed()
-    hooks.ask_tier(scheduler)
-    # A request that waits is not forgotten.
-    assert scheduler.enable_lmcache
-    answer.set()
-    s.tree.requests.drop("waiting")
-    hooks.ask_tier(scheduler)
-    assert not scheduler.enable_lmcache
-    link.client.away = False
-
-    def asks_again() -> bool:
-        hooks.ask_tier(scheduler)
-        return scheduler.enable_lmcache
-
-    wait_for(asks_again)
 
 
 class LosingClient(TierClient):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tiered_tree_harness import turn, two_turns
 from tree_harness import MiniScheduler
-from tree_requests import Request, context
+from tree_requests import Request
 
-from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import TierClient
 from kvtier.tier.link.link import TierLink
 
@@ -49,40 +48,11 @@ def test_a_session_that_another_server_had_is_restored_and_unknown_without_that(
 class Listing(TierClient):
     """It knows what it has put."""
 
-    keys: list[bytes]
+    keys: tuple[bytes, ...] = ()
 
     def put(self, blob, **kwargs):
-        self.keys = [*getattr(self, "keys", ()), blob.key]
+        self.keys += (blob.key,)
         return super().put(blob, **kwargs)
-
-
-def test_what_the_tier_has_no_more_is_lost(connect):
-    s = MiniScheduler(link=connect(Listing))
-    tokens = evicted(s)
-    client = s.tree.tier.link.client
-    assert client.delete(client.keys) > 0
-    request = turn(s, [*tokens, 9, 9], [3])
-    assert told(request)["recomputed"] == {"lost": len(tokens)}
-
-
-def test_what_would_be_loaded_more_slowly_than_computed_is_refused(connect):
-    s = MiniScheduler(link=connect())
-    tokens = evicted(s)
-    costs = s.tree.tier.cost_model
-    costs.computed(1.0, 1_000_000)
-    costs.loaded(1000.0, 128, 128)
-    assert not s.tree.tier.loading_pays
-    request = turn(s, [*tokens, 9, 9], [3])
-    assert told(request)["recomputed"] == {"refused": len(tokens)}
-
-
-def test_what_was_not_waited_for_is_refused(connect, monkeypatch):
-    s = MiniScheduler(link=connect())
-    tokens = evicted(s)
-    monkeypatch.setattr(s.tree.tier, "patience_s", lambda tokens: 0.0)
-    monkeypatch.setattr(s.tree.tier.fetches.link, "submit", lambda *_, **__: Unending())
-    request = turn(s, [*tokens, 9, 9], [3])
-    assert told(request)["recomputed"] == {"refused": len(tokens)}
 
 
 class Unending:
@@ -94,28 +64,44 @@ class Unending:
         pass
 
 
-def test_what_a_tier_that_is_away_has_failed(connect, monkeypatch):
-    s = MiniScheduler(link=connect())
+def lose(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
+    client = s.tree.tier.link.client
+    assert client.delete(list(client.keys)) > 0
+
+
+def compute_faster(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
+    s.tree.tier.cost_model.computed(1.0, 1_000_000)
+    s.tree.tier.cost_model.loaded(1000.0, 128, 128)
+    assert not s.tree.tier.loading_pays
+
+
+def be_impatient(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(s.tree.tier, "patience_s", lambda tokens: 0.0)
+    patch.setattr(s.tree.tier.fetches.link, "submit", lambda *_, **__: Unending())
+
+
+def be_away(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TierLink, "healthy", False)
+
+
+def fail_to_write(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(s.tree.restorer, "restore", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("happen", "why"),
+    [
+        (lose, "lost"),
+        (compute_faster, "refused"),
+        (be_impatient, "refused"),
+        (be_away, "failed"),
+        (fail_to_write, "failed"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_evicted_tokens_that_did_not_come_say_why(connect, monkeypatch, happen, why):
+    s = MiniScheduler(link=connect(Listing))
     tokens = evicted(s)
-    monkeypatch.setattr(TierLink, "healthy", False)
+    happen(s, monkeypatch)
     request = turn(s, [*tokens, 9, 9], [3])
-    assert told(request)["recomputed"] == {"failed": len(tokens)}
-
-
-def test_what_came_and_could_not_be_written_failed(connect, monkeypatch):
-    s = MiniScheduler(link=connect())
-    tokens = evicted(s)
-    monkeypatch.setattr(s.tree.restorer, "restore", lambda *_: None)
-    request = turn(s, [*tokens, 9, 9], [3])
-    assert told(request)["recomputed"] == {"failed": len(tokens)}
-
-
-@pytest.mark.parametrize("asked", ["ask", "decline"])
-def test_nothing_is_known_of_a_request_that_ended(connect, asked):
-    s = MiniScheduler(link=connect())
-    if asked == "ask":
-        turn(s, context(60), [1])
-    else:
-        s.tree.tier.fetches.decline(s.tree.requests.of("r"), Scope("", "", ""))
-        s.tree.release_aborted_request(CacheRequestHandle("r", 0))
-    assert s.tree.requests == {}
+    assert told(request)["recomputed"] == {why: len(tokens)}

@@ -1,12 +1,14 @@
-"""Compacted contexts that are chosen again from the exact KV in the tier."""
+"""Compacted contexts that are chosen again from the exact KV in the tier. That what is chosen is
+what the turn's queries ask for is in test_refreshed_answers.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from tiered_tree_harness import REFRESH, turn
-from tree_harness import MiniScheduler
-from tree_requests import context
+from tree_harness import MiniScheduler, matched
+from tree_requests import Request, context
 from waiting import SAFETY_S
 
 from kvtier.retention.keepkv import KeepKV
@@ -16,105 +18,33 @@ from kvtier.tier.client import TierClient
 from kvtier.tier.transport.landing import Landing
 from kvtier_sglang.refresh.trigger import TriggerRule
 
+PROMPT = context(90)
+NEXT = [*PROMPT, 1, 2, 7, 7, 7]
+
+
+def behind_a_turn(connect, share: float = 0.5, **options) -> MiniScheduler:
+    """A server whose tier has a finished turn."""
+    options = {"refresh": REFRESH, **options}
+    s = MiniScheduler(share=FixedShare(share), link=connect(), **options)
+    turn(s, PROMPT, [1, 2])
+    assert s.tree.tier.link.flush(SAFETY_S)
+    return s
+
+
+def row_of(s: MiniScheduler, request: Request) -> torch.Tensor:
+    return s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
+
 
 def packed_keys(s: MiniScheduler, row: torch.Tensor) -> torch.Tensor:
     """Keys of all packed entries that a row reads, column by column."""
     return torch.cat([s.pool.packed.cells.k[span.cells] for span in s.pool.packed.in_row(row)])
 
 
-def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect):
-    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
-    prompt = context(90)
-    turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(SAFETY_S)
-    before = [node.value.clone() for node in s.tree.nodes()]
-    request = s.admit([*prompt, 1, 2, 7, 7, 7])
-    assert s.extend(request, 100)
-    assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
-    assert s.tree.private_slots > 0
-    (pruned,) = s.tree.pruned_ranges(request.rid)
-    row = s.rows.req_to_token[request.kv.req_pool_idx, pruned.begin : pruned.end].long()
-    held = torch.cat(before)
-    assert not torch.isin(row[row > 0], held).any()
+def release(s: MiniScheduler, request: Request) -> None:
+    """End a request, of which nothing is left then but its turn."""
     s.check()
     s.checkpoint(request)
     s.check()
-    s.release(request, checkpoint=True)
-    s.check()
-    assert s.tree.private_slots == 0
-    assert all(any(n.value.equal(v) for n in s.tree.nodes()) for v in before)
-
-
-def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
-    prompt = context(90)
-    held = []
-    for near_data in (False, True):
-        s = MiniScheduler(
-            share=FixedShare(0.5), link=connect(), refresh=REFRESH, near_data=near_data
-        )
-        turn(s, prompt, [1, 2])
-        assert s.tree.tier.link.flush(SAFETY_S)
-        request = s.admit([*prompt, 1, 2, 7, 7, 7])
-        assert s.extend(request, 100)
-        report = s.tree.report()["tier"]
-        assert report["refreshed_turns"] == 1
-        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-        entries = packed_keys(s, row)
-        held.append((entries, report["refresh_moved_bytes"]))
-        s.check()
-        s.release(request, checkpoint=True)
-        s.check()
-        assert s.tree.tier.link.flush(SAFETY_S)
-        assert s.tree.tier.link.held_bytes == 0
-    (fetched, all_bytes), (near, some_bytes) = held
-    assert fetched.equal(near)
-    # Half of the tokens of one of three heads in one of two layers, and what was asked.
-    assert some_bytes < all_bytes / 4
-
-
-def chosen_by_now(s: MiniScheduler) -> None:
-    """Wait until what is chosen in the background is."""
-    for state in s.tree.requests.values():
-        ahead = state.refreshing.ahead
-        if ahead is not None and ahead.choosing is not None:
-            ahead.choosing.result(SAFETY_S)
-
-
-def generated(s: MiniScheduler, request, count: int) -> list[int]:
-    """Return after which tokens the request's entries were others than before."""
-    changed = []
-    for number in range(count):
-        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled].long()
-        before = packed_keys(s, row)
-        assert s.decode(request, number)
-        assert s.tree.tier.link.flush(SAFETY_S)
-        chosen_by_now(s)
-        row = s.rows.req_to_token[request.kv.req_pool_idx, : request.filled - 1].long()
-        if not packed_keys(s, row).equal(before):
-            changed.append(number)
-        s.check()
-    return changed
-
-
-@pytest.mark.parametrize("near_data", [False, True])
-def test_every_so_many_tokens_the_newest_queries_reselect(connect, near_data):
-    s = MiniScheduler(
-        share=FixedShare(0.3),
-        link=connect(),
-        refresh=REFRESH,
-        near_data=near_data,
-        again=TriggerRule(every_tokens=4),
-    )
-    prompt = context(90)
-    turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(SAFETY_S)
-    request = s.admit([*prompt, 1, 2, 7, 7, 7])
-    assert s.extend(request, 100)
-    # They are asked for with the 4th token, have come and are chosen from with the 5th, and are
-    # written with the 6th.
-    assert generated(s, request, 16) == [5, 11]
-    assert s.tree.refresh.refresher.counters["refreshed_again"] == 2
-    assert len(s.tree.requests[request.rid].refreshing.windows[1]) == 16 + 3
     s.release(request, checkpoint=True)
     s.check()
     assert s.tree.private_slots == 0
@@ -123,68 +53,124 @@ def test_every_so_many_tokens_the_newest_queries_reselect(connect, near_data):
     assert s.tree.tier.link.held_bytes == 0
 
 
-def test_attention_that_has_moved_on_chooses_again_and_attention_that_has_not_does_not(connect):
-    for moved, again in ((0.01, 1), (0.99, 0)):
-        s = MiniScheduler(
-            share=FixedShare(0.3),
-            link=connect(),
-            refresh=RefreshRule(KeepKV(pool_width=1, window_queries=2), merges=False),
-            again=TriggerRule(moved=moved),
-        )
-        prompt = context(90, seed=int(100 * moved))
-        turn(s, prompt, [1, 2])
-        assert s.tree.tier.link.flush(SAFETY_S)
-        request = s.admit([*prompt, 1, 2, 7, 7, 7])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect, adaptive):
+    s = behind_a_turn(connect, 0.25, adaptive=adaptive)
+    before = [node.value.clone() for node in s.tree.nodes()]
+    shared = [packed_keys(s, value) for value in before]
+    request = s.admit(NEXT)
+    assert s.extend(request, 100)
+    assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
+    assert s.tree.refresh.refresher.counters["unrefreshed_layers"] == 0
+    assert s.tree.private_slots > 0
+    (pruned,) = s.tree.pruned_ranges(request.rid)
+    row = row_of(s, request)
+    own = row[pruned.begin : pruned.end]
+    assert not torch.isin(own[own > 0], torch.cat(before)).any()
+    assert packed_keys(s, row).shape == torch.cat(shared).shape
+    assert not packed_keys(s, row).equal(torch.cat(shared))
+    release(s, request)
+    for value, keys in zip(before, shared, strict=True):
+        assert any(node.value.equal(value) for node in s.tree.nodes())
+        assert packed_keys(s, value).equal(keys)
+
+
+def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
+    held = []
+    for near_data in (False, True):
+        s = behind_a_turn(connect, near_data=near_data)
+        request = s.admit(NEXT)
         assert s.extend(request, 100)
-        # The trigger looks with the 8th token for the first time, and with the 16th.
-        generated(s, request, 19)
-        assert s.tree.refresh.refresher.counters["refreshed_again"] == again
-        s.release(request, checkpoint=True)
+        report = s.tree.report()["tier"]
+        assert report["refreshed_turns"] == 1
+        held.append((packed_keys(s, row_of(s, request)), report["refresh_moved_bytes"]))
+        release(s, request)
+    (fetched, all_bytes), (near, some_bytes) = held
+    assert fetched.equal(near)
+    # Half of the tokens of one of three heads in one of two layers, and what was asked.
+    assert some_bytes < all_bytes / 4
+
+
+def generated(s: MiniScheduler, request: Request, count: int) -> list[int]:
+    """Return after which tokens the request's entries were others than before. What is chosen in
+    the background is waited for."""
+    changed = []
+    for number in range(count):
+        before = packed_keys(s, row_of(s, request))
+        assert s.decode(request, number)
+        assert s.tree.tier.link.flush(SAFETY_S)
+        for state in s.tree.requests.values():
+            ahead = state.refreshing.ahead
+            if ahead is not None and ahead.choosing is not None:
+                ahead.choosing.result(SAFETY_S)
+        if not packed_keys(s, row_of(s, request)[:-1]).equal(before):
+            changed.append(number)
         s.check()
+    return changed
+
+
+@pytest.mark.parametrize(("moved", "again"), [(0.01, 1), (0.99, 0)])
+def test_only_attention_that_has_moved_on_chooses_again(connect, moved, again):
+    refresh = RefreshRule(KeepKV(pool_width=1, window_queries=2), merges=False)
+    s = behind_a_turn(connect, 0.3, refresh=refresh, again=TriggerRule(moved=moved))
+    request = s.admit(NEXT)
+    assert s.extend(request, 100)
+    # The trigger looks with the 8th token for the first time, and with the 16th.
+    generated(s, request, 19)
+    assert s.tree.refresh.refresher.counters["refreshed_again"] == again
+    release(s, request)
 
 
 def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect, monkeypatch):
-    s = MiniScheduler(
-        share=FixedShare(0.3), link=connect(), refresh=REFRESH, again=TriggerRule(every_tokens=2)
-    )
-    prompt = context(90)
-    turn(s, prompt, [1, 2])
-    assert s.tree.tier.link.flush(SAFETY_S)
+    """Entries are asked for with the 2nd token, have come and are chosen from with the 3rd, and are
+    written with the 4th."""
+    s = behind_a_turn(connect, 0.3, again=TriggerRule(every_tokens=2))
     with monkeypatch.context() as patch:
         patch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
-        request = s.admit([*prompt, 1, 2, 7, 7, 7])
+        request = s.admit(NEXT)
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refreshed_turns"] == 0
     assert s.tree.private_slots == 0
     assert generated(s, request, 4) == [3]
     assert s.tree.private_slots > 0
-    s.release(request, checkpoint=True)
-    s.check()
-    assert s.tree.private_slots == 0
+    release(s, request)
 
 
-def test_a_restored_context_is_refreshed_from_what_it_was_restored_from(connect):
-    a = MiniScheduler(share=FixedShare(0.5), link=connect())
-    prompt = context(90)
-    turn(a, prompt, [1, 2])
-    assert a.tree.tier.link.flush(SAFETY_S)
-    b = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
-    assert turn(b, [*prompt, 1, 2, 7, 7, 7], [3]).restored == 92
-    assert b.tree.refresh.refresher.counters["refreshed_turns"] == 1
-    assert b.tree.tier.link.flush(SAFETY_S)
-    assert b.tree.tier.link.held_bytes == 0
-
-
-def test_a_refresh_without_room_leaves_no_host_memory_held(connect, monkeypatch):
-    s = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
-    turn(s, context(90), [1, 2])
-    assert s.tree.tier.link.flush(SAFETY_S)
-    monkeypatch.setattr(s.tree.refresh.refresher, "_allocate", lambda refreshing, row: False)
-    request = s.admit([*context(90), 1, 2, 7, 7])
+@pytest.mark.parametrize(("adaptive", "size"), [(False, 400), (True, 108)])
+def test_a_turn_without_room_for_entries_of_its_own_goes_on_with_the_trees(
+    connect, monkeypatch, adaptive, size
+):
+    s = behind_a_turn(connect, adaptive=adaptive, size=size)
+    request = s.admit(NEXT)
     assert s.tree.tier.link.held_bytes > 0
+    if adaptive:
+        hold = s.allocator.alloc(s.allocator.available_size() - 20)
+    else:
+        monkeypatch.setattr(s.tree.refresh.refresher, "_allocate", lambda refreshing, row: False)
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refresh_no_room"] == 1
     assert s.tree.tier.link.held_bytes == 0
-    s.check()
-    s.release(request, checkpoint=True)
-    s.check()
+    if adaptive:
+        s.allocator.free(hold)
+    release(s, request)
+
+
+def test_room_is_made_in_whole_bundles(connect):
+    """There are free slots enough, but no sixteen of them follow each other: what rests goes."""
+    other = context(150, seed=1)
+    s = MiniScheduler(
+        size=320, share=FixedShare(0.5), link=connect(), refresh=REFRESH, adaptive=True
+    )
+    for tokens in (other, PROMPT):
+        turn(s, tokens, [1, 2])
+    assert s.tree.tier.link.flush(SAFETY_S)
+    request = s.admit(NEXT)
+    hold = s.allocator.alloc(s.allocator.available_size())
+    s.allocator.free(hold[::2])
+    assert s.allocator.whole_bundles() == 0
+    assert s.allocator.available_size() > 48
+    assert s.extend(request, 100)
+    assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
+    assert matched(s, other) == 0
+    s.allocator.free(hold[1::2])
+    release(s, request)

@@ -79,26 +79,6 @@ def test_without_the_beginning_of_its_first_span_a_turn_stays_without_it(connect
     assert turn(b, [*context(80), 1, *context(60, seed=1), 2, 3], [4]).restored == 64
 
 
-@pytest.mark.parametrize("share", SHARES)
-def test_a_fork_inside_a_compressed_context_gets_its_exact_prefix_back(connect, share):
-    s = MiniScheduler(share=share, link=connect())
-    shared = context(90)
-    turn(s, shared, [1, 2])
-    assert s.tree.tier.link.flush(SAFETY_S)
-    fork = turn(s, [*shared[:61], 7, 7, 7], [3])
-    # Spans are 6 tokens long: 60 of the 61 shared ones came whole.
-    assert fork.prefix_len == 60
-
-
-def test_a_tail_shorter_than_a_span_comes_back_too(connect):
-    a = MiniScheduler(link=connect())
-    prompt = context(23)
-    turn(a, prompt, [1, 2])
-    assert a.tree.tier.link.flush(SAFETY_S)
-    b = MiniScheduler(link=connect())
-    assert turn(b, [*prompt, 1, 2, 9, 9], [3]).restored == 25
-
-
 def test_another_policy_shares_exact_kv_and_nothing_else(connect):
     a = MiniScheduler(share=FixedShare(0.5), link=connect())
     first = context(60)
@@ -111,42 +91,21 @@ def test_another_policy_shares_exact_kv_and_nothing_else(connect):
     assert turn(b, [*second, 3, 9], [4]).restored == 0
 
 
-def test_requests_that_end_without_finishing_leave_nothing_in_flight(connect):
-    s = MiniScheduler(link=connect())
-    turn(s, context(60), [1])
-    assert s.tree.tier.link.flush(SAFETY_S)
-    request = s.admit([*context(40), 7, 7])
-    s.extend(request, 1)
-    s.release(request, checkpoint=False, aborted=True)
-    s.check()
-    assert not s.tree.requests
-    assert not s.tree.has_pending_cache_operations()
-    assert s.tree.tier.link.flush(SAFETY_S)
-    assert s.tree.tier.link.held_bytes == 0
-
-
-def test_what_is_computed_faster_than_it_is_loaded_is_computed(connect):
+@pytest.mark.parametrize("patience_s", [None, SAFETY_S])
+def test_what_is_computed_faster_than_it_is_loaded_is_computed_unless_it_is_waited_for(
+    connect, patience_s
+):
+    """A server with a patience of its own asks the tier whatever was measured."""
     a = MiniScheduler(link=connect())
     turn(a, context(60), [1])
     assert a.tree.tier.link.flush(SAFETY_S)
-    b = MiniScheduler(link=connect())
+    b = MiniScheduler(link=connect(), patience_s=patience_s)
     b.tree.tier.cost_model.computed(1.0, 10**9)
     b.tree.tier.cost_model.loaded(1.0, 1000, 1)
-    assert turn(b, [*context(60), 1, 7], [2]).restored == 0
-    assert b.tree.tier.fetches.counters["asked"] == 0
-    assert not b.tree.report()["tier"]["loading_pays"]
-
-
-def test_with_a_patience_of_its_own_a_server_asks_the_tier_whatever_was_measured(connect):
-    a = MiniScheduler(link=connect())
-    turn(a, context(60), [1])
-    assert a.tree.tier.link.flush(SAFETY_S)
-    b = MiniScheduler(link=connect(), patience_s=SAFETY_S)
-    b.tree.tier.cost_model.computed(1.0, 10**9)
-    b.tree.tier.cost_model.loaded(1.0, 1000, 1)
-    assert b.tree.report()["tier"]["loading_pays"]
-    assert b.tree.tier.patience_s(60) == SAFETY_S
-    assert turn(b, [*context(60), 1, 7], [2]).restored == 61
+    asks = patience_s is not None
+    assert b.tree.report()["tier"]["loading_pays"] is asks
+    assert turn(b, [*context(60), 1, 7], [2]).restored == (61 if asks else 0)
+    assert b.tree.tier.fetches.counters["asked"] == asks
 
 
 class FlakyClient(TierClient):

@@ -11,7 +11,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from tiered_tree_harness import REFRESH, shape, turn
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from tiered_tree_harness import shape, turn
 from tree_harness import MiniScheduler, run_turn
 from tree_requests import Request, context
 from waiting import SAFETY_S
@@ -63,20 +65,17 @@ def server(traced: Traced, connect: Callable, **options) -> MiniScheduler:
     return s
 
 
-def test_a_turn_is_matched_spilled_and_selected(traced, connect):
+def test_a_turns_spans_say_what_its_cache_did(traced, connect):
+    """The spans of what comes back: test_traced_run.py."""
     s = server(traced, connect)
     turn(s, context(60), [1, 2])
     assert traced.below_the_request("kvtier.match") == [
         {"tokens": 59, "device_tokens": 0, "tier_tokens": 0}
     ]
-    (select,) = traced.below_the_request("kvtier.select")
     (node,) = s.tree.nodes()
-    assert select == {
-        "tokens": 62,
-        "dropped_tokens": 50,
-        "slots": node.num_slots,
-        "reason": "share",
-    }
+    assert traced.below_the_request("kvtier.select") == [
+        {"tokens": 62, "dropped_tokens": 50, "slots": node.num_slots, "reason": "share"}
+    ]
     spills = traced.below_the_request("kvtier.spill")
     counters = s.tree.tier.spiller.counters
     assert sum(one.get("spans", 0) for one in spills) == counters["spans_spilled"] > 0
@@ -84,46 +83,19 @@ def test_a_turn_is_matched_spilled_and_selected(traced, connect):
     assert sum(one.get("record", False) for one in spills) == 1
 
 
-def test_what_comes_back_is_fetched_restored_and_refreshed(traced, connect):
-    a = MiniScheduler(share=FixedShare(0.5), link=connect(), refresh=REFRESH)
-    turn(a, context(60), [1, 2])
-    assert a.tree.tier.link.flush(SAFETY_S)
-    b = server(traced, connect, refresh=REFRESH)
-    turn(b, [*context(60), 1, 2, 9, 9], [3])
-    assert traced.below_the_request("kvtier.restore") == [{"tokens": 62}]
-    assert traced.below_the_request("kvtier.fetch") == [{"came": True}]
-    assert len(traced.below_the_request("kvtier.refresh")) == 1
-    assert [one["tier_tokens"] for one in traced.below_the_request("kvtier.match")] == [0, 62]
-
-
-def test_a_request_that_waits_is_matched_again_and_again_and_told_once(traced, connect):
+def test_a_request_that_waits_is_matched_again_and_again_and_told_once_until_it_is_aborted(
+    traced, connect
+):
     s = server(traced, connect)
     turn(s, context(60), [1, 2])
-    traced.exporter.clear()
     request = Request([*context(60), 1, 2, 9])
-    for _ in range(5):
-        match(s, request)
-    assert len(traced.spans("kvtier.match")) == 1
-
-
-def match(s: MiniScheduler, request: Request) -> None:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
     key = RadixKey(request.full_untruncated_fill_ids)
-    s.tree.match_prefix(MatchPrefixParams(key=key, req=request))
-
-
-def test_a_request_that_is_aborted_while_it_waits_is_forgotten(traced, connect):
-    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
-
-    s = server(traced, connect)
-    request = Request(context(30))
-    match(s, request)
-    s.tree.release_aborted_request(CacheRequestHandle(request.rid, 0))
-    traced.exporter.clear()
-    match(s, request)
-    assert len(traced.spans("kvtier.match")) == 1
+    for _ in "ab":
+        traced.exporter.clear()
+        for _ in range(5):
+            s.tree.match_prefix(MatchPrefixParams(key=key, req=request))
+        assert len(traced.spans("kvtier.match")) == 1
+        s.tree.release_aborted_request(CacheRequestHandle(request.rid, 0))
 
 
 def test_a_request_that_is_not_traced_has_no_spans_and_the_same_answers(

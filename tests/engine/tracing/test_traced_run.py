@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
-from urllib.request import Request, urlopen
 
 import pytest
+from demo_server import GREEDY, DemoServer, demo_server
 from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
-from live_server import free_port, serving
 from otlp_collector import Collector, Span, collecting
 from tierd.live_tier import live_tier
-from waiting import SAFETY_S, wait_for
+from waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -35,13 +33,13 @@ TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Traced(NamedTuple):
-    url: str
+    server: DemoServer
     collector: Collector
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory) -> Iterator[Traced]:
-    folder, port = tmp_path_factory.mktemp("traced"), free_port()
+    folder = tmp_path_factory.mktemp("traced")
     with ExitStack() as stack:
         collector = stack.enter_context(collecting())
         flags = ("--memory", "256m", "--otlp-traces-endpoint", collector.address)
@@ -51,53 +49,29 @@ def traced(tmp_path_factory) -> Iterator[Traced]:
             patch.setenv(name, CLEAN_ENVIRONMENT[name])
         patch.setenv("SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "100")
         settings = [text for name, value in RULE.items() for text in (f"--{name}", value)]
-        command = [
-            *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
-            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
-            *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
+        server = demo_server(
+            folder,
+            *("--max-total-tokens", "8000", "--chunked-prefill-size", "512"),
             *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *settings),
-            *("--no-tier-shared-memory", "--chunked-prefill-size", "512"),
-            *("--enable-trace", "--otlp-traces-endpoint", collector.address),
-        ]
-        url = stack.enter_context(serving(command, port, log=folder / "server.log"))
-        yield Traced(url, collector)
-
-
-def post(url: str, body: dict, headers: dict[str, str] | None = None) -> bytes:
-    head = {"Content-Type": "application/json", **(headers or {})}
-    with urlopen(Request(url, json.dumps(body).encode(), head), timeout=SAFETY_S) as answer:
-        return answer.read()
-
-
-def ask(traced: Traced, prompt: Sequence[int], headers: dict[str, str] | None = None) -> dict:
-    sampling = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": list(prompt), "sampling_params": sampling}
-    return json.loads(post(f"{traced.url}/generate", body, headers))
-
-
-def flush(traced: Traced) -> None:
-    def flushed() -> bool:
-        try:
-            post(f"{traced.url}/flush_cache", {})
-        except OSError:
-            return False
-        return True
-
-    wait_for(flushed)
+            *("--no-tier-shared-memory", "--enable-trace"),
+            *("--otlp-traces-endpoint", collector.address),
+        )
+        yield Traced(stack.enter_context(server), collector)
 
 
 def test_a_request_that_is_restored_and_refreshed_is_one_trace_from_engine_to_tier(traced):
     rng = random.Random(1)
     prompt = [rng.randrange(136, 384) for _ in range(1000)]
-    prompt += ask(traced, prompt)["output_ids"]
-    with urlopen(f"{traced.url}/server_info", timeout=SAFETY_S) as answer:
-        assert json.load(answer)["internal_states"][0]["kvtier"]["tier"]["healthy"]
-    wait_for(lambda: not pending(traced))
-    flush(traced)
+    prompt += traced.server.generate(prompt, 4)["output_ids"]
+    assert traced.server.state()["tier"]["healthy"]
+    wait_for(lambda: not traced.server.state()["tier"]["pending"])
+    traced.server.flush()
     prompt += [rng.randrange(136, 384) for _ in range(100)]
     header = {"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN}-01"}
-    answer = ask(traced, prompt, header)
-    assert answer["meta_info"]["cached_tokens"] >= 1000
+    sampling = {**GREEDY, "max_new_tokens": 4}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    _, answer = traced.server.call("/generate", body, headers=header)
+    assert json.loads(answer)["meta_info"]["cached_tokens"] >= 1000
 
     wanted = {"kvtier.restore", "kvtier.refresh", "kvtier.select", "kvtier.spill"}
     ids = bytes.fromhex(TRACE_ID)
@@ -132,8 +106,7 @@ def test_a_request_that_is_restored_and_refreshed_is_one_trace_from_engine_to_ti
 
 def test_spans_say_nothing_of_what_was_asked(traced):
     """Numbers, names and reasons alone."""
-    prompt = [random.Random(2).randrange(136, 384) for _ in range(300)]
-    ask(traced, prompt)
+    traced.server.generate([random.Random(2).randrange(136, 384) for _ in range(300)], 4)
     spans = traced.collector.wait_for(lambda found: any(s.name == "kvtier.select" for s in found))
     known = {"tokens", "device_tokens", "tier_tokens", "dropped_tokens", "slots"}
     known |= {"reason", "spans", "bytes", "record", "came"}
@@ -142,8 +115,3 @@ def test_spans_say_nothing_of_what_was_asked(traced):
             assert set(span.attributes) <= known
             for name, value in span.attributes.items():
                 assert isinstance(value, int) or (name, value) == ("reason", "share")
-
-
-def pending(traced: Traced) -> int:
-    with urlopen(f"{traced.url}/server_info", timeout=SAFETY_S) as answer:
-        return json.load(answer)["internal_states"][0]["kvtier"]["tier"]["pending"]

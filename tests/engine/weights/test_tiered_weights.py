@@ -49,18 +49,6 @@ def flush(s: MiniScheduler) -> None:
 PROMPT = context(60)
 
 
-def test_turns_of_other_weights_have_other_names(connect):
-    a = server(connect)
-    turn(a, PROMPT, [1, 2])
-    update(a, 1)
-    flush(a)
-    assert turn(a, [*PROMPT, 1, 2, 9], [3]).restored == 0
-    assert a.tree.tier.link.flush(SAFETY_S)
-    for step in (0, 1):
-        assert turn(server(connect, step), [*PROMPT, 1, 2, 9], [3]).restored >= 60
-    assert turn(server(connect, 2), [*PROMPT, 1, 2, 9], [3]).restored == 0
-
-
 def test_nothing_is_asked_or_stored_while_kv_of_other_weights_is_cached(connect):
     other = server(connect, 1)
     turn(other, PROMPT, [1, 2])
