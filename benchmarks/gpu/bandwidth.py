@@ -26,6 +26,3 @@ def read_bandwidth(num_bytes: int = 4 << 30) -> float:
     x = torch.randint(1 << 30, (programs * block * steps,), dtype=torch.int32, device="cuda")
     sums = torch.empty(programs, dtype=torch.int32, device="cuda")
     return x.numel() * 4 / seconds(lambda: _read[(programs,)](x, sums, BLOCK=block, STEPS=steps))
-
-
-__all__ = ["read_bandwidth"]

@@ -90,15 +90,3 @@ def layer_seconds(kernels: AttentionKernels, contexts: Contexts, plan: Any = Non
     layers = range(contexts.layers)
     calls = [partial(decode, q, contexts.kv, plan, layer, SCALE) for layer in layers]
     return seconds(graphed(calls)) / contexts.layers
-
-
-__all__ = [
-    "DEVICE",
-    "DTYPE",
-    "SHAPES",
-    "Shape",
-    "full",
-    "layer_seconds",
-    "queries",
-    "retained",
-]

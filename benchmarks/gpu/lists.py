@@ -120,6 +120,3 @@ def _in_runs(x: torch.Tensor, run: int | None, generator: torch.Generator) -> to
     whole = x[: len(x) // run * run].view(-1, run)
     order = torch.randperm(len(whole), generator=generator, device=x.device)
     return torch.cat([whole[order].flatten(), x[whole.numel() :]])
-
-
-__all__ = ["Contexts", "make_contexts"]

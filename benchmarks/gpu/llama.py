@@ -7,5 +7,3 @@ SCALE = DIM**-0.5
 # The entries of a locality head: sink, recent tokens and the compensation entry.
 SINK_TOKENS = 4
 LOCALITY_ENTRIES = SINK_TOKENS + 1024 + 1
-
-__all__ = ["DIM", "GROUP", "KV_HEADS", "LAYERS", "LOCALITY_ENTRIES", "SCALE", "SINK_TOKENS"]

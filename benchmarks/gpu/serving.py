@@ -187,7 +187,7 @@ def _sound(name: str, found: Mapping[str, Any]) -> list[Bar]:
 
 BENCHMARK = Benchmark(
     "gpu.serving", __doc__, declare, run, gpu=True,
-    seeded="of all tokens, of the weights, of the profile and of what tokens are worth",
+    seeded="of all tokens, of the weights, of the profile and of what tokens are worth"
 )  # fmt: skip
 main = BENCHMARK.main
 

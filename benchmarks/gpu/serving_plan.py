@@ -209,17 +209,3 @@ def _turns_tokens(options: Options) -> int:
 
 def _session_tokens(options: Options) -> int:
     return int(options.context) + _turns_tokens(options)
-
-
-__all__ = [
-    "COMPRESSING",
-    "POLICIES",
-    "engine_arguments",
-    "environment",
-    "equal_pool",
-    "full_bytes",
-    "make_plan",
-    "model_config",
-    "policy_settings",
-    "write_model",
-]

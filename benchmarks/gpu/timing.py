@@ -45,6 +45,3 @@ def graphed(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
         for call in calls:
             call()
     return graph.replay
-
-
-__all__ = ["ROUNDS", "graphed", "seconds"]

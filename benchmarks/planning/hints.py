@@ -210,7 +210,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 
 BENCHMARK = Benchmark(
     "planning.hints", __doc__, declare, run, out=RESULTS / "hints.json", seed=1,
-    seeded="of when sessions begin",
+    seeded="of when sessions begin"
 )  # fmt: skip
 main = BENCHMARK.main
 

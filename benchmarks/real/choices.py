@@ -110,6 +110,3 @@ def calibrated(
         )  # fmt: skip
         curve.write_text(found.document.to_json() + "\n")
     return Calibrated(TokenWorth.load(worth), load_curve(curve))
-
-
-__all__ = ["Calibrated", "Setup", "calibrated", "chosen_heads"]

@@ -356,6 +356,3 @@ def _with_window(kept: Sequence[Held], exact: Sequence[Held], begin: int) -> lis
         )
         for both in zip(kept, exact, strict=True)
     ]
-
-
-__all__ = ["COURSES", "OUT_PLACES", "OUT_TOKENS", "Clock", "Course", "Edited"]

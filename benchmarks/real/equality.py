@@ -8,17 +8,14 @@ two scorers, and with adaptive budgets. With every head context-anchored it is c
 SGLang.
 
 A difference counts unless the reference's two best tokens are nearer to each other there than
-rounding. The least margin by which a token of the context was kept before another is told beside
-it, and excuses nothing. With --ranks kvtier's engine has so many tensor parallel ranks, stock
-SGLang's one. With --kv-dtype the cache of all of them holds KV of that dtype. A rounding of float32
-can become one of fp8, so stock SGLang is then compared with itself, too, its prompts cut into other
-chunks.
+rounding. With --ranks kvtier's engine has so many tensor parallel ranks, stock SGLang's one. With
+--kv-dtype the cache of all of them holds KV of that dtype. A rounding of float32 can become one of
+fp8, so stock SGLang is then compared with itself, too, its prompts cut into other chunks.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -234,39 +231,31 @@ def ask_reference(
 
 
 class Said(NamedTuple):
-    """A turn's answer.
-
-    leads:  for each token, the distance to the second best, in nats
-    margin: the least difference of scores by which a token was kept in the turns before
-    """
+    """A turn's answer. leads: for each token, the distance to the second best, in nats."""
 
     tokens: list[int]
     leads: list[float]
-    margin: float = math.inf
 
 
 class Watching(ScoredSession):
-    """A reference session that remembers its margins. share: the part that CA heads keep of the
+    """A reference session that remembers how sure it was. share: the part that CA heads keep of the
     tokens that locality heads would drop; None: everything."""
 
     share: FixedShare | None = None
-    margin = math.inf
     _leads: list[float]
-    _keep: int
 
     def keep_count(self, prompt_tokens: int, droppable: int) -> int:
-        self._keep = droppable
-        if self.share is not None:
-            self._keep = self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
-        return self._keep
+        if self.share is None:
+            return droppable
+        return self.share.choose(Turn(prompt_tokens, droppable)).kept_tokens
 
     def say(self, prompt: Sequence[int], eos: int) -> Said:
         """Answer a turn with at most NEW_TOKENS tokens."""
-        self._leads, margin = [], self.margin
+        self._leads = []
         tokens = self.turn(prompt, NEW_TOKENS, eos).token_ids
         # The token that would follow `eos` is computed, too.
         ended = len(self._leads) - int(tokens[-1] == eos and len(tokens) < NEW_TOKENS)
-        return Said(tokens, self._leads[ended - len(tokens) : ended], margin)
+        return Said(tokens, self._leads[ended - len(tokens) : ended])
 
     def _forward(self, token_ids: list[int]) -> Tensor:
         logits = super()._forward(token_ids)
@@ -278,17 +267,9 @@ class Watching(ScoredSession):
 class WatchedSession(Watching, CompactingSession):
     """A session whose CA heads keep equally many tokens."""
 
-    def scores(
-        self, layer: int, heads: Sequence[int], keys: Tensor, values: Tensor, first: int
-    ) -> Tensor:
-        found = super().scores(layer, heads, keys, values, first)
-        best = found.topk(self._keep + 1).values
-        self.margin = min(self.margin, float((best[:, -2] - best[:, -1]).min()))
-        return found
-
 
 class WatchedAdaptive(Watching, AdaptiveSession):
-    """A session whose heads compete; margins between them are not looked at."""
+    """A session whose heads compete."""
 
 
 def compare(
@@ -312,7 +293,6 @@ def compare(
             counts["within rounding" if near else "different"] += 1
             differences.append(
                 {"session": session, "turn": turn, "token": at, "lead_nats": lead,
-                 "margin": None if math.isinf(said.margin) else said.margin,
                  "engine": mine, "reference": said.tokens}
             )  # fmt: skip
             counts["not compared"] += len(my_turns) - turn - 1

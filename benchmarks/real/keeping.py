@@ -273,6 +273,3 @@ class Keeper:
         ]
         before, after = self.begin, k.shape[1] - self.end
         return Held(sides[0], sides[1], torch.nn.functional.pad(votes, (before, after)))
-
-
-__all__ = ["Context", "Keeper", "NoRoomError", "Setting", "adaptive_setting", "settings_at"]

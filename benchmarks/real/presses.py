@@ -80,6 +80,3 @@ def pressing(
     finally:
         process.terminate()
         process.wait()
-
-
-__all__ = ["Presses", "pressing"]

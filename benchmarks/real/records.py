@@ -74,6 +74,3 @@ def _check_settings(file: Path, settings: dict[str, Any]) -> None:
             "--state", f"an empty directory, or the settings of {file.parent}: {told}",
             {name: settings.get(name) for name in different},
         )  # fmt: skip
-
-
-__all__ = ["Key", "Records"]

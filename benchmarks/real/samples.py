@@ -124,6 +124,3 @@ def _changed_fact(rng: np.random.Generator, half: int, *, referred_to: bool) -> 
         "What is the door code of the archive?", "The door code of the archive is ", str(code)
     )
     return Story(told, (), lambda _: [asked])
-
-
-__all__ = ["ARGUMENT", "CHANGED_FACTS", "TRANSCRIPTS", "changed_facts", "elided", "of_transcripts"]

@@ -53,6 +53,3 @@ def _mean(values: Losses, rows: NDArray[np.int64]) -> float:
 def _interval(mean: float, draws: list[float]) -> Interval:
     low, high = np.percentile(draws, [LOW, HIGH])
     return Interval(float(mean), float(low), float(high))
-
-
-__all__ = ["Interval", "Losses", "kept_worth"]

@@ -41,7 +41,6 @@ from benchmarks.real.keeping import (
 from benchmarks.real.presses import Presses, pressing
 from benchmarks.real.records import Records
 from benchmarks.real.samples import (
-    ARGUMENT,
     CHANGED_FACTS,
     TRANSCRIPTS,
     changed_facts,
@@ -68,6 +67,7 @@ from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
 from kvtier.synthetic.tokenizer import Tokenizer
+from kvtier.traffic.transcripts import ARGUMENT
 
 FULL, NONE = "all tokens", "no context"
 # A record with this name says that all that was asked for is measured of a context.

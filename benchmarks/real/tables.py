@@ -135,14 +135,3 @@ def draw_worth(
     axes.set_title(f"{length} tokens of context", fontsize=10, loc="left")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     figure.savefig(path, format="png", dpi=120, metadata={"Software": "kvtier"})
-
-
-__all__ = [
-    "cheapest_table",
-    "draw_worth",
-    "fewest_bytes",
-    "quality_table",
-    "recall_table",
-    "task_table",
-    "worth_table",
-]

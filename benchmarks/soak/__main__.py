@@ -5,9 +5,14 @@
 Five real processes on one machine: engine A, which keeps everything; engine B, which compresses by
 one rule after the other; their tier, on memory and disk; their Redis; and a reference, stock SGLang
 without any cache. Clients hold sessions whose turns go to either engine, fork them, give requests
-up, ask the same under other salts, extra keys and adapters. Meanwhile the tier and Redis are killed
-and started again, engines get other weights and back, are emptied, and engine B is ended and
-started by another rule. Device pools and tier are small: KV is evicted and restored all the time.
+up, ask the same under other salts, extra keys and adapters. Device pools and tier are small: KV is
+evicted and restored all the time. Meanwhile everything fails, again and again:
+
+    the tier     is killed and started again, is stopped for longer than deadlines, has a full disk
+                 (a small tmpfs, where this user may mount one); the way to it is slow, flips bits,
+                 resets connections. After every fault both engines have to find it well again
+    Redis        is killed and started again
+    engines      get other weights and back, are emptied; B is ended and started by another rule
 
 An answer is compared wherever it must come from exact KV, by its tokens and by their
 log-probabilities (soak/check.py):
@@ -34,12 +39,10 @@ from pathlib import Path
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
-from benchmarks.soak import faults as soak_faults
-from benchmarks.soak import load as soak_load
-from benchmarks.soak import run as soak_run
-from benchmarks.soak.check import OFF, TIE
-from benchmarks.soak.models import POLICIES, SPAN_TOKENS
+from benchmarks.soak.faults import EVERY_S
+from benchmarks.soak.models import POLICIES
 from benchmarks.soak.report import make_bars, make_outcome, make_table, notes
+from benchmarks.soak.run import Soak
 from kvtier.bench.runner import terminated_as_interrupted
 
 MOST_GROWTH = 0.10
@@ -68,7 +71,7 @@ def run(options: Options) -> Measured:
             folder = options.folder.resolve()
             folder.mkdir(parents=True, mode=0o700)
         model = options.model_path.resolve()
-        seen = soak_run.Soak(folder, model, options.minutes, options.seed).run()
+        seen = Soak(folder, model, options.minutes, options.seed).run()
     outcome = make_outcome(seen)
     show(make_table(outcome), notes(outcome))
     for example in outcome["examples"]:
@@ -76,19 +79,9 @@ def run(options: Options) -> Measured:
     settings = {
         "model": model.name,
         "minutes": options.minutes,
-        "clients": soak_run.CLIENTS,
-        "sessions_of_a_client": soak_load.OPEN_SESSIONS,
-        "context_tokens": {"short": soak_load.SHORT, "long": soak_load.LONG},
-        "more_in_a_turn": {"tokens": soak_load.MORE, "share": soak_load.MORE_OFTEN},
-        "device_tokens": soak_run.DEVICE_TOKENS,
-        "requests_at_a_time": soak_run.REQUESTS_AT_A_TIME,
-        "tier": {"memory": soak_run.TIER_MEMORY, "disk": soak_run.TIER_DISK},
-        "tier_span_tokens": SPAN_TOKENS,
-        "rules_of_engine_b": POLICIES,
-        "mean_seconds_between_faults": soak_faults.EVERY_S,
-        "tie_nats": TIE,
-        "wrong_logprob_nats": OFF,
         "most_growth": options.most_growth,
+        "rules_of_engine_b": POLICIES,
+        "mean_seconds_between_faults": EVERY_S,
         "seed": options.seed,
     }
     figures = {"settings": settings, "outcome": outcome}

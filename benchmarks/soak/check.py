@@ -234,6 +234,3 @@ class Checker:
 def take(waiting: deque[Answer], most: int) -> Sequence[Answer]:
     """The next few that wait."""
     return [waiting.popleft() for _ in range(min(most, len(waiting)))]
-
-
-__all__ = ["Answer", "Checker", "Kind", "Reference", "Verdict", "compare"]

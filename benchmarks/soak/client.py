@@ -182,6 +182,3 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
         text = line.strip()
         if text.startswith(b"data:") and not text.endswith(b"[DONE]"):
             yield json.loads(text[5:])
-
-
-__all__ = ["Asked", "RequestFailedError", "Said", "Server", "read_answer"]

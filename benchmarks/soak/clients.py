@@ -28,7 +28,6 @@ from benchmarks.soak.load import (
 )
 from benchmarks.soak.models import EVERYTHING, FIRST
 from kvtier.retention.locality import LocalityRule
-from kvtier.synthetic.recall import score_answer
 
 KEPT_WHOLE, FORK, MOVED = "everything kept", "exact fork", "another rule's KV"
 # Every how many answers that need not be exact one is shown to the reference, too.
@@ -39,10 +38,12 @@ STAYING = 0.6
 
 
 class Gate:
-    """Lets all clients ask an engine, or none, once those that did have their answers."""
+    """Lets all clients ask an engine, or none, once those that did have their answers. closings:
+    how often it was none."""
 
     def __init__(self) -> None:
         self._inside, self._closed = 0, False
+        self.closings = 0
         self._changed = asyncio.Condition()
 
     @property
@@ -66,7 +67,7 @@ class Gate:
         """No client is inside."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._closed)
-            self._closed = True
+            self._closed, self.closings = True, self.closings + 1
             await self._changed.wait_for(lambda: not self._inside)
         try:
             yield
@@ -90,8 +91,7 @@ class Engine:
 
 @dataclass
 class Tally:
-    """The answers that the clients saw. recalls: by what was kept, the shares of codes that were
-    right."""
+    """The answers that the clients saw."""
 
     asked: int = 0
     finished: int = 0
@@ -99,7 +99,6 @@ class Tally:
     given_up: int = 0
     actions: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
-    recalls: dict[str, list[float]] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
 
     def fail(self, where: str, error: RequestFailedError) -> None:
@@ -186,13 +185,12 @@ class Client:
     async def _turn(
         self, session: Session, *, measured: bool = False, engine: Engine | None = None
     ) -> None:
-        prompt, number = session.prompt(), len(session.turns)
+        prompt = session.prompt()
         said = await self._ask(
             session.text,
             prompt,
             session.scope,
             measured=measured,
-            right=session.text.right[number],
             engine=engine or self._engine(session),
             met=session.met,
         )
@@ -239,7 +237,7 @@ class Client:
         self._sessions_made += 1
         scope = {"cache_salt": f"client {self.number} forks {self._sessions_made}"}
         first = (*text.context, *text.turns[0])
-        if await self._ask(text, first, scope, right=text.right[0]) is None:
+        if await self._ask(text, first, scope) is None:
             return
         for prompt in exact_forks(text, self.rule):
             if await self._ask(text, prompt, scope, kind=FORK) is None:
@@ -264,13 +262,12 @@ class Client:
         *,
         measured: bool = False,
         kind: str | None = None,
-        right: Sequence[int] | None = None,
         engine: Engine | None = None,
         met: set[str] | None = None,
     ) -> Said | None:
         """Ask an engine and have the answer compared where it has to be exact; None where it
-        failed. kind: why it has to be; right: what the context says, where it says something; met:
-        by which rules this scope was served, None where others share it."""
+        failed. kind: why it has to be; met: by which rules this scope was served, None where others
+        share it."""
         engine = engine or self._engine()
         asked = self._request(prompt, scope, measured=measured)
         async with engine.gate.entered():
@@ -295,23 +292,8 @@ class Client:
             # Another rule stored what this one restores of sessions that it has never served: only
             # what was computed with nothing dropped has names that all rules find.
             why = MOVED
-        self._score(policy, why, scope, said, right)
         await self._compare(engine, policy, why, asked, said)
         return said
-
-    def _score(
-        self,
-        policy: str,
-        why: str | None,
-        scope: dict[str, str],
-        said: Said,
-        right: Sequence[int] | None,
-    ) -> None:
-        """Note how well an answer recalls, where that means anything."""
-        if right and said.version == FIRST and "lora_path" not in scope:
-            kept = "exact" if why is not None else policy
-            score = score_answer(right, said.tokens).codes
-            self.tally.recalls.setdefault(kept, []).append(score)
 
     async def _compare(
         self, engine: Engine, policy: str, why: str | None, asked: Asked, said: Said
@@ -324,6 +306,3 @@ class Client:
         self.tally.answers["compressed"] += 1
         if self.tally.answers["compressed"] % SHOWN == 0:
             await self.checker.put(Answer("compressed", asked, said, where, exact=False))
-
-
-__all__ = ["FORK", "KEPT_WHOLE", "MOVED", "Client", "Engine", "Gate", "Tally"]

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.soak.client import Said
 from benchmarks.soak.models import ADAPTER
 from kvtier.retention.locality import LocalityRule
-from kvtier.synthetic.recall import ANSWER_TOKENS, DEFAULT_LANGUAGE, PROMPT_TOKENS, make_session
+from kvtier.synthetic.recall import DEFAULT_LANGUAGE, make_session
 
 TURNS = 5
 # The lengths in tokens, both ends in.
@@ -46,13 +46,12 @@ ABORTS = ("hang up at once", "hang up while it streams", "/abort_request")
 @dataclass(frozen=True)
 class Text:
     """A context with questions. turns[i]: what turn i asks: question i, of a long text now and then
-    behind more to read; right[i]: the answer to it."""
+    behind more to read."""
 
     short: bool
     context: tuple[int, ...]
     questions: tuple[tuple[int, ...], ...]
     turns: tuple[tuple[int, ...], ...]
-    right: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -114,7 +113,6 @@ def make_text(seed: int, number: int, *, short: bool) -> Text:
         context=tuple(made.context_ids.tolist()),
         questions=questions,
         turns=tuple(turns),
-        right=tuple(turn.answer_ids or () for turn in made.turns),
     )
 
 
@@ -194,22 +192,3 @@ def why_exact(
     if said.cached < rule.sink_tokens + 2 + min(rule.branch_recent_tokens, rule.recent_tokens):
         return "computed whole"
     return None
-
-
-def longest_short() -> int:
-    """Tokens of the longest prompt over a short text."""
-    return SHORT[1] + TURNS * (PROMPT_TOKENS + ANSWER_TOKENS + 1)
-
-
-__all__ = [
-    "ABORTS",
-    "ACTIONS",
-    "OPEN_SESSIONS",
-    "Load",
-    "Session",
-    "Text",
-    "choose",
-    "exact_forks",
-    "longest_short",
-    "why_exact",
-]

@@ -123,7 +123,8 @@ def reference_flags() -> list[str]:
 
 def engine_flags(folder: Path, redis_url: str, tier: str, policy: str, full: Path) -> list[str]:
     """kvtier's. folder: of the engine; policy: EVERYTHING or one of POLICIES; full: the profile by
-    which nothing is dropped."""
+    which nothing is dropped. The engine that keeps everything has payloads come over its
+    connection, where they may be damaged, and asks for them whatever it measured."""
     settings = {
         "data-dir": str(folder),
         "redis-url": redis_url,
@@ -132,5 +133,7 @@ def engine_flags(folder: Path, redis_url: str, tier: str, policy: str, full: Pat
         "tier-span-tokens": str(SPAN_TOKENS),
         "tier-buffer-bytes": str(64 << 20),
     }
-    settings |= {"head-profile": str(full)} if policy == EVERYTHING else POLICIES[policy]
-    return [text for name, value in settings.items() for text in (f"--{name}", value)]
+    everything = {"head-profile": str(full), "tier-patience-s": "2"}
+    settings |= everything if policy == EVERYTHING else POLICIES[policy]
+    flags = [text for name, value in settings.items() for text in (f"--{name}", value)]
+    return [*flags, "--no-tier-shared-memory"] if policy == EVERYTHING else flags

@@ -14,12 +14,22 @@ from benchmarks.common.bars import Bar, in_one_line
 from benchmarks.common.table import new_table
 from benchmarks.soak.check import Kind
 from benchmarks.soak.clients import FORK, KEPT_WHOLE, MOVED
-from benchmarks.soak.faults import EMPTIED, REDIS_KILL, RESTART, TIER_KILL, WEIGHTS
+from benchmarks.soak.faults import (
+    DISK_FULL,
+    EMPTIED,
+    LONGEST_CLOSING_S,
+    REDIS_KILL,
+    RESTART,
+    TIER_FAULTS,
+    WEIGHTS,
+)
 from benchmarks.soak.models import LOCALITY
 from benchmarks.soak.run import Sample, Seen
 
 KINDS = (KEPT_WHOLE, "computed whole", "short", "prompt logprobs", FORK, MOVED)
-FAULTS = (TIER_KILL, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
+FAULTS = (*TIER_FAULTS, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
+# A disk that can be full takes the right to mount a file system.
+OPTIONAL_FAULTS = (DISK_FULL,)
 # A process that has run for a shorter share of the load says nothing about its memory.
 LONG_LIFE = 0.25
 COUNTERS = (
@@ -79,11 +89,9 @@ def make_outcome(seen: Seen) -> dict[str, Any]:
         "compared_by_weights": dict(checker.versions),
         "compressed_shown": asdict(checker.compressed),
         "weights_of_the_reference_changed": checker.switches,
-        "recall": {
-            kept: {"questions": len(scores), "recall": statistics.mean(scores)}
-            for kept, scores in tally.recalls.items()
-        },
         "faults": dict(seen.damage.done),
+        "breaker_closed_s": seen.damage.closing_s,
+        "tier_used_again": seen.used_again,
         "looks_at_accounts": seen.damage.looks,
         "problems": seen.damage.problems,
         "memory": memory(seen.samples, seen.load_s),
@@ -112,7 +120,10 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
     # The KV of engines that score it has other names than that of one that does not.
     wanted = [kind for kind in KINDS if kind != MOVED or LOCALITY in rules]
     compared = {kind: kinds[kind].compared if kind in kinds else 0 for kind in wanted}
-    faults = {fault: outcome["faults"].get(fault, 0) for fault in FAULTS}
+    done = outcome["faults"]
+    faults = {one: done.get(one, 0) for one in FAULTS if one in done or one not in OPTIONAL_FAULTS}
+    closed = {fault: max(taken) for fault, taken in outcome["breaker_closed_s"].items() if taken}
+    used = outcome["tier_used_again"].values()
     engines = outcome["engines"]
     restored: Counter[str] = Counter()
     for engine in engines:
@@ -133,21 +144,16 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
         ("faults, of each kind", faults, min(faults.values()) > 0),
         ("requests restored from the tier", dict(restored),
          len(restored) == 2 and min(restored.values()) > 0),
+        (f"breaker closed by itself, within {LONGEST_CLOSING_S:g} s",
+         {fault: f"{taken:.1f} s" for fault, taken in closed.items()},
+         bool(closed) and max(closed.values()) <= LONGEST_CLOSING_S),
+        ("tier used again after its last fault", outcome["tier_used_again"],
+         all(one["put"] for one in used) and any(one["restored_requests"] for one in used)),
         ("accounts", problems or "sound", not problems),
         ("memory's growth", {name: f"{value:+.1%}" for name, value in known.items()},
          {"engine-a", "engine-b", "tier"} <= set(known) and max(known.values()) <= most_growth),
     ]  # fmt: skip
     return [Bar(name, value, bool(met)) for name, value, met in bars]
-
-
-def notes(outcome: Mapping[str, Any]) -> list[str]:
-    """Return lines on what was remembered of compressed contexts, and on what engines and tier
-    did."""
-    recall = ", ".join(
-        f"{kept} {one['recall']:.3f} ({one['questions']})"
-        for kept, one in outcome["recall"].items()
-    )
-    return [f"recall: {recall}", *counted(outcome["engines"], outcome["tier"])]
 
 
 def make_table(outcome: Mapping[str, Any]) -> Table:
@@ -169,9 +175,9 @@ def make_table(outcome: Mapping[str, Any]) -> Table:
     return table
 
 
-def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list[str]:
+def notes(outcome: Mapping[str, Any]) -> list[str]:
     """Return a line each on what engines and tier did."""
-    lines = []
+    lives, tier, lines = outcome["engines"], outcome["tier"], []
     for name in sorted({life["engine"] for life in lives}):
         total: Counter[str] = Counter()
         for life in lives:
@@ -182,6 +188,3 @@ def counted(lives: Sequence[Mapping[str, Any]], tier: Mapping[str, Any]) -> list
     numbers = ("used_bytes", "capacity_bytes", "blobs", "evictions", "quarantined")
     lines.append("tier: " + in_one_line({one.replace("_", " "): tier[one] for one in numbers}))
     return lines
-
-
-__all__ = ["KINDS", "growth", "make_bars", "make_outcome", "make_table", "memory", "notes"]

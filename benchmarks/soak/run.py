@@ -6,35 +6,51 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.common.processes import (
+    ProcessError,
+    Served,
+    free_address,
+    redis_process,
+    server_process,
+    tier_process,
+)
 from benchmarks.soak import models as models
 from benchmarks.soak.check import Checker
 from benchmarks.soak.client import Server
 from benchmarks.soak.clients import Client, Engine, Tally
 from benchmarks.soak.faults import (
+    DISK_FULL,
     EMPTIED,
     REDIS_KILL,
     RESTART,
     TIER_KILL,
+    TIER_STOP,
     WEIGHTS,
     Damage,
     accounts,
     again_and_again,
+    bad_way,
     emptied,
+    full_disk,
     kill_and_start,
     looks,
     other_weights,
     settled,
+    small_disk,
+    stop_and_go_on,
+    then_well,
 )
 from benchmarks.soak.load import Load
-from benchmarks.soak.processes import Served, SoakError, redis_process, server_process, tier_process
+from benchmarks.soak.proxy import WAYS, Proxy
 from kvtier.config import load_settings
 from kvtier.retention.rules import locality_rule
 
@@ -44,10 +60,12 @@ DEVICE_TOKENS = 8000
 REQUESTS_AT_A_TIME = 4
 # Small, so that they are full after a few minutes.
 TIER_MEMORY, TIER_DISK = "48m", "128m"
+# The file system that the tier's disk is, which has room for an index, too.
+SMALL_DISK_BYTES = 192 << 20
 WATCH_S, SAMPLE_S = 1.0, 2.0
-# The tier is killed, and an engine restarted, in this share of the soak; then they live on, and
-# their memory is looked at.
-KILLING = 2 / 3
+# The tier fails, and an engine is restarted, in this share of the soak; then they live on, the tier
+# is used, and their memory is looked at.
+ILL = 2 / 3
 # For the breaker to find a tier that is back.
 HEALTHY_S = 60.0
 # Mean time between two restarts of an engine.
@@ -69,7 +87,8 @@ class Sample:
 @dataclass
 class Seen:
     """All that came of a soak, for its report. states: what each engine said at the end of each of
-    its lives."""
+    its lives; used_again: by engine, the puts that the tier took and the requests that were
+    restored after its last fault."""
 
     tally: Tally
     checker: Checker
@@ -79,6 +98,7 @@ class Seen:
     start_up_s: float = 0.0
     load_s: float = 0.0
     tier: dict[str, Any] = field(default_factory=dict)
+    used_again: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 class Soak:
@@ -96,6 +116,8 @@ class Soak:
         }
         self.redis, self.redis_url = redis_process(folder)
         self.tier, self.tier_address = tier_process(folder, TIER_MEMORY, TIER_DISK)
+        socket = Path(self.tier_address.removeprefix("unix:"))
+        self.proxy = Proxy(free_address(), socket, random.Random(f"{seed} proxy"))
         common = models.server_flags(
             model, self.adapter, device_tokens=DEVICE_TOKENS, requests=REQUESTS_AT_A_TIME
         )
@@ -117,16 +139,20 @@ class Soak:
     def _rule(self, name: str, policy: str) -> list[str]:
         own = self.folder / name
         own.mkdir(exist_ok=True)
-        return models.engine_flags(own, self.redis_url, self.tier_address, policy, self.full)
+        return models.engine_flags(own, self.redis_url, self.proxy.listen, policy, self.full)
 
     @property
     def processes(self) -> tuple[Served, ...]:
         return (self.a, self.b, self.stock, self.redis, self.tier)
 
     def run(self) -> Seen:
-        """Raises SoakError where something ended by itself, and KeyboardInterrupt on SIGTERM; all
-        processes are gone afterwards."""
-        with all_ended(self.processes):
+        """Soak. Raises ProcessError where something ended by itself, and KeyboardInterrupt on
+        SIGTERM; all processes are gone afterwards."""
+        with ExitStack() as stack:
+            self.disk_can_be_full = stack.enter_context(
+                small_disk(self.folder / "disk", SMALL_DISK_BYTES)
+            )
+            stack.enter_context(all_ended(self.processes))
             began = time.monotonic()
             for served in (self.redis, self.tier):
                 served.start()
@@ -144,7 +170,10 @@ class Soak:
         # Servers close connections that idle for five seconds, and a request sent on one just then
         # gets no answer, from any server: every request has a connection of its own.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        async with (
+            self.proxy.forwarding(),
+            aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
+        ):
             reference = Server(self.stock_url, session)
             checker = Checker(reference, self.weights, models.FIRST)
             seen = Seen(Tally(), checker, Damage())
@@ -155,9 +184,14 @@ class Soak:
                 for name, url, policy in zip(names, self.urls, policies, strict=True)
             ]
             self.began = time.monotonic()
-            watching = [self._watch(seen), checker.run()]
             try:
-                await until_first_failure(self._soak(engines, seen), watching)
+                async with asyncio.TaskGroup() as group:
+                    watching = [
+                        group.create_task(one) for one in (self._watch(seen), checker.run())
+                    ]
+                    await self._soak(engines, seen)
+                    for task in watching:
+                        task.cancel()
             except Exception as error:
                 # A client of a process that ends notices first, but the process's log says why.
                 await asyncio.sleep(WATCH_S)
@@ -172,7 +206,8 @@ class Soak:
 
     async def _soak(self, engines: list[Engine], seen: Seen) -> None:
         """The load and the faults for their time; then everything well again, and looked at."""
-        stopping, kills_end, faults_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        stopping, ill_ends, faults_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        alone = asyncio.Lock()
         load = Load(self.seed, models.adapter_id(self.adapter))
         clients = [
             Client(number, load, engines, seen.checker, seen.tally, self.rule)
@@ -181,12 +216,17 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.run(stopping))
-            for fault in self._faults(engines, seen, kills_end, faults_end):
+            for fault in self._tier_faults(engines, seen.damage, ill_ends, alone):
                 group.create_task(fault)
+            for fault in self._other_faults(engines, seen.damage, faults_end):
+                group.create_task(fault)
+            group.create_task(self._restarts(engines[1], seen, self._rng(RESTART)))
             looking = [group.create_task(looks(engine, seen.damage)) for engine in engines]
-            await asyncio.sleep(KILLING * self.seconds)
-            kills_end.set()
-            await asyncio.sleep((1 - KILLING) * self.seconds)
+            await asyncio.sleep(ILL * self.seconds)
+            ill_ends.set()
+            async with alone:
+                before = {engine.name: await tier_use(engine) for engine in engines}
+            await asyncio.sleep(max(0.0, self.began + self.seconds - time.monotonic()))
             faults_end.set()
             stopping.set()
             for task in looking:
@@ -195,40 +235,47 @@ class Soak:
         for engine in engines:
             await healthy(engine)
             seen.states.append(await last_state(engine))
+            seen.used_again[engine.name] = more(before[engine.name], seen.states[-1]["tier"])
             seen.damage.problems += await accounts(engine)
         seen.tier = await asyncio.to_thread(tier_stats, self.tier_address)
 
-    def _faults(
-        self,
-        engines: list[Engine],
-        seen: Seen,
-        kills_end: asyncio.Event,
-        faults_end: asyncio.Event,
+    def _rng(self, kind: str) -> random.Random:
+        return random.Random(f"{self.seed} {kind}")
+
+    def _tier_faults(
+        self, engines: list[Engine], damage: Damage, end: asyncio.Event, alone: asyncio.Lock
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        damage = seen.damage
+        """Each kind with a clock of its own, and one at a time."""
+        faults: dict[str, Callable[[random.Random], Awaitable[int]]] = {
+            TIER_KILL: partial(kill_and_start, self.tier),
+            TIER_STOP: partial(stop_and_go_on, self.tier),
+            **{way: partial(bad_way, self.proxy, way) for way in WAYS},
+        }
+        if self.disk_can_be_full:
+            faults[DISK_FULL] = partial(full_disk, self.folder / "disk")
+        for kind, fault in faults.items():
+            rng = self._rng(kind)
+            once = partial(then_well, kind, partial(fault, rng), alone, engines, damage)
+            yield again_and_again(kind, rng, end, damage, once)
 
-        def rng(kind: str) -> random.Random:
-            return random.Random(f"{self.seed} {kind}")
-
-        def often(
-            kind: str, fault: Callable[[random.Random], Awaitable[None]]
-        ) -> Coroutine[Any, Any, None]:
-            own = rng(kind)
-            ended = kills_end if kind == TIER_KILL else faults_end
-            return again_and_again(kind, own, ended, damage, lambda: fault(own))
-
-        yield often(TIER_KILL, lambda own: kill_and_start(self.tier, own))
-        yield often(REDIS_KILL, lambda own: kill_and_start(self.redis, own))
-        yield often(WEIGHTS, lambda own: other_weights(engines, self.weights, own))
-        yield often(EMPTIED, lambda own: emptied(engines, own, damage))
-        yield self._restarts(engines[1], seen, rng(RESTART))
+    def _other_faults(
+        self, engines: list[Engine], damage: Damage, end: asyncio.Event
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        faults: dict[str, Callable[[random.Random], Awaitable[int]]] = {
+            REDIS_KILL: partial(kill_and_start, self.redis),
+            WEIGHTS: partial(other_weights, engines, self.weights),
+            EMPTIED: partial(emptied, engines, damage),
+        }
+        for kind, fault in faults.items():
+            rng = self._rng(kind)
+            yield again_and_again(kind, rng, end, damage, partial(fault, rng))
 
     async def _restarts(self, engine: Engine, seen: Seen, rng: random.Random) -> None:
         """The second engine ends, by SIGTERM or by kill -9, and starts by the next rule."""
-        killing_s = KILLING * self.seconds
-        times = max(1, round(killing_s / 60 / RESTART_MINUTES))
+        ill_s = ILL * self.seconds
+        times = max(1, round(ill_s / 60 / RESTART_MINUTES))
         for number in range(times):
-            due = self.began + killing_s * (number + 0.6) / times
+            due = self.began + ill_s * (number + 0.6) / times
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             async with engine.gate.closed():
                 seen.states.append(await last_state(engine))
@@ -241,7 +288,7 @@ class Soak:
             seen.damage.done[RESTART] += 1
 
     async def _watch(self, seen: Seen) -> None:
-        """Raises SoakError as soon as a process has ended by itself; notes their memory."""
+        """Raises ProcessError as soon as a process has ended by itself; notes their memory."""
         next_s = 0.0
         while True:
             for served in self.processes:
@@ -262,19 +309,6 @@ def restarted(command: Sequence[str], common: Sequence[str], rule: Sequence[str]
     return [*command[:first], *common, *rule, *command[-4:]]
 
 
-async def until_first_failure(main: Awaitable[None], others: Sequence[Awaitable[None]]) -> None:
-    """Wait for `main`; whichever of the others, which never end, fails first fails it."""
-    tasks = [asyncio.ensure_future(one) for one in (main, *others)]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def first_of(error: Exception) -> Exception:
     """The first of a group of errors that is not a group itself."""
     while isinstance(error, ExceptionGroup):
@@ -287,12 +321,25 @@ async def last_state(engine: Engine) -> dict[str, Any]:
     return {"engine": engine.name, "rule": engine.policy, **await settled(engine)}
 
 
+async def tier_use(engine: Engine) -> dict[str, Any]:
+    """Return what an engine has counted of its tier so far."""
+    async with engine.gate.entered():
+        tier: dict[str, Any] = (await engine.server.state())["tier"]
+    return tier
+
+
+def more(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
+    """Return the puts and restores between two states of an engine's tier."""
+    names = ("put", "restored_requests")
+    return {name: after.get(name, 0) - before.get(name, 0) for name in names}
+
+
 async def healthy(engine: Engine) -> None:
-    """Wait until the engine's breaker is closed. Raises SoakError where it stays open."""
+    """Wait until the engine's breaker is closed. Raises ProcessError where it stays open."""
     until = time.monotonic() + HEALTHY_S
     while not (await engine.server.state())["tier"]["healthy"]:
         if time.monotonic() > until:
-            raise SoakError(f"{engine.name} has not found its tier again after {HEALTHY_S:g} s")
+            raise ProcessError(f"{engine.name} has not found its tier again after {HEALTHY_S:g} s")
         await asyncio.sleep(0.5)
 
 
@@ -329,6 +376,3 @@ def end(processes: Sequence[Served]) -> None:
                 served.stop()
             else:
                 served.kill()
-
-
-__all__ = ["Sample", "Seen", "Soak", "restarted"]

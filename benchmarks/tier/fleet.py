@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import Arguments, Options
-from benchmarks.soak.processes import (
+from benchmarks.common.arguments import Options
+from benchmarks.common.processes import (
     LOOK_S,
+    ProcessError,
     Served,
-    SoakError,
     answers_http,
+    free_address,
     server_process,
     tier_process,
 )
-from benchmarks.tier.faults.processes import free_address
 from kvtier.tier.blobs.keys import SPAN_TOKENS
 
 HEADER = "x-session-id"
@@ -41,21 +40,6 @@ TIMEOUT_S = 900
 KEPT_BYTES = 16 << 20
 # Tokens of room that a session has beside its context.
 ROOM_TOKENS = 8192
-
-
-def declare_fleet(arguments: Arguments) -> None:
-    """Declare the arguments that all benchmarks of a fleet have."""
-    arguments.model("head_profile.json")
-    arguments.add(
-        "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
-        help="the router's program (the one beside this Python)",
-    )  # fmt: skip
-    arguments.size("--len", "4k", "context tokens of a session")
-    arguments.whole("--sessions", 8, "sessions", least=2)
-    arguments.add(
-        "--patience-s", type=float, metavar="S",
-        help="seconds that servers wait for the tier, whatever they measured (as they measured)",
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,11 +167,11 @@ class Fleet:
 
 
 def wait_until(fact: Callable[[], bool], otherwise: str) -> None:
-    """Wait until it is true. Raises SoakError with these words where it does not come true."""
+    """Wait until it is true. Raises ProcessError with these words where it does not come true."""
     deadline = time.monotonic() + TIMEOUT_S
     while not fact():
         if time.monotonic() > deadline:
-            raise SoakError(otherwise)
+            raise ProcessError(otherwise)
         time.sleep(LOOK_S)
 
 
@@ -256,15 +240,3 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
     finally:
         for served in reversed(started):
             served.kill()
-
-
-__all__ = [
-    "TURN_TOKENS",
-    "Fleet",
-    "Session",
-    "Turn",
-    "declare_fleet",
-    "reason",
-    "running_fleet",
-    "wait_until",
-]

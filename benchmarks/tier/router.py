@@ -28,7 +28,6 @@ from benchmarks.tier.fleet import (
     TURN_TOKENS,
     Session,
     Turn,
-    declare_fleet,
     reason,
     running_fleet,
 )
@@ -36,7 +35,17 @@ from kvtier.sizes import format_size
 
 
 def declare(arguments: Arguments) -> None:
-    declare_fleet(arguments)
+    arguments.model("head_profile.json")
+    arguments.add(
+        "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
+        help="the router's program (the one beside this Python)",
+    )  # fmt: skip
+    arguments.size("--len", "4k", "context tokens of a session")
+    arguments.whole("--sessions", 8, "sessions", least=2)
+    arguments.add(
+        "--patience-s", type=float, metavar="S",
+        help="seconds that servers wait for the tier, whatever they measured (as they measured)",
+    )  # fmt: skip
     arguments.whole("--turns", 3, "turns of each before a server is killed", least=2)
     arguments.whole("--deaths", 1, "times that a server is killed")
 

@@ -130,6 +130,3 @@ def _sync_debugging() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-__all__ = ["measure_choosing"]

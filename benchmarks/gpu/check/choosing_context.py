@@ -111,15 +111,3 @@ def make_parts(context: Context) -> dict[str, Callable[[], Any]]:
         "assign": lambda: assign(keys, kept, floor=policy.floor),
         "merge": lambda: merge_bins(entries, logits, assignment, logits_of),
     }
-
-
-__all__ = [
-    "KEPT",
-    "MOST_CHOOSING",
-    "Context",
-    "attend",
-    "make_context",
-    "make_parts",
-    "merge",
-    "select",
-]

@@ -108,5 +108,3 @@ CLAIMS: tuple[Callable[[Figures], Iterator[Bar]], ...] = (
     _peers,
     _flashinfer,
 )
-
-__all__ = ["make_bars"]

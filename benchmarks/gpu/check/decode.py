@@ -108,6 +108,3 @@ def measure_planning(batch: int = 64, width: int = 128 << 10) -> dict[str, float
         "host_us": statistics.median(taken) * 1e6,
         "replayed_us": seconds(graphed([plan])) * 1e6,
     }
-
-
-__all__ = ["measure_decode", "measure_planning"]

@@ -58,6 +58,3 @@ def check_graph(kernels: TritonKernels, seed: int) -> float:
         known = kernels.lists.decode(q, made.kv, fresh, last, SCALE).o
         worst = max(worst, float((recorded.float() - known.float()).abs().max()))
     return worst
-
-
-__all__ = ["check_equal"]

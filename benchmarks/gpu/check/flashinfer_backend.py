@@ -61,6 +61,3 @@ def _planning_us(kernels: AttentionKernels, contexts: Contexts) -> float:
         kernels.lists.decode(q, contexts.kv, plan, 0, SCALE)
         taken[anew].append(time.perf_counter() - began)
     return (statistics.median(taken[True]) - statistics.median(taken[False])) * 1e6
-
-
-__all__ = ["measure_flashinfer"]

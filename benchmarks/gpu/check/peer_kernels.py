@@ -152,16 +152,3 @@ class Kvpress:
         out, _ = self._attend(layer, query, masked.k, masked.v, None, 0.0, scaling=scale)
         found: torch.Tensor = out.view(q.shape)
         return found
-
-
-__all__ = [
-    "COMPACTOR_FILE",
-    "KVPRESS_FILE",
-    "CompactorVllm",
-    "Kvpress",
-    "Masked",
-    "Paged",
-    "load_peer",
-    "to_masked",
-    "to_pages",
-]

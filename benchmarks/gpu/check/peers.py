@@ -102,6 +102,3 @@ def _kvpress(module: Any, shapes: Sequence[Shape], seed: int) -> list[dict[str, 
         del contexts, plan, masked
         torch.cuda.empty_cache()
     return rows
-
-
-__all__ = ["measure_peers"]

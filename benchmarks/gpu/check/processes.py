@@ -55,6 +55,3 @@ def run_limited(command: Sequence[str], limit_s: float | None) -> tuple[int | No
             late = f"\nstopped after {limit_s} s"
         said.seek(0)
         return code, said.read().strip() + late
-
-
-__all__ = ["run_tests"]

@@ -48,6 +48,3 @@ def _retained(row: Mapping[str, Any]) -> str:
         f"{row['shape']:42} retained {row['retained_s'] * 1e6:8.1f} us, votes "
         f"{row['voted_s'] * 1e6:8.1f} us"
     )
-
-
-__all__ = ["lines"]

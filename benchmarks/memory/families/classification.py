@@ -13,103 +13,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from benchmarks.memory.families.family import Content, Task, Wordings, words
+from benchmarks.memory.families.family import Content, Task, Wordings, read_parts, words
 
 EXAMPLES_PER_THING, EXAMPLES = 2, 66
 TEAMS = words("blue green black white gold brown")
 
 # Things of a topic, and what can be wrong with any of them.
 TOPICS = {
-    "deliveries": (
-        words("parcel package letter order shipment delivery"),
-        (
-            "never arrived",
-            "is late",
-            "got lost",
-            "was sent back",
-            "got wet in the rain",
-            "is stuck at customs",
-            "came too early",
-            "went to my neighbour",
-            "was left outside",
-            "arrived open",
-        ),
-    ),
-    "payments": (
-        words("invoice bill refund payment receipt deposit"),
-        (
-            "is too high",
-            "came twice",
-            "shows the wrong amount",
-            "lacks the discount",
-            "is in dollars",
-            "includes a tax",
-            "did not reach my bank",
-            "names the wrong company",
-            "is not on my statement",
-            "has no date",
-        ),
-    ),
-    "access": (
-        words("password login account username profile code"),
-        (
-            "is locked",
-            "was rejected",
-            "has expired",
-            "is not recognised",
-            "must be reset",
-            "was blocked",
-            "was stolen",
-            "is not valid",
-            "belongs to a stranger",
-            "was deleted",
-        ),
-    ),
-    "machines": (
-        words("printer screen laptop keyboard scanner battery"),
-        (
-            "does not turn on",
-            "is noisy",
-            "gets too hot",
-            "has a crack",
-            "smells of smoke",
-            "shuts down",
-            "needs a new cable",
-            "is flickering",
-            "fell on the floor",
-            "is out of power",
-        ),
-    ),
-    "meals": (
-        words("soup salad pizza bread cake pasta"),
-        (
-            "was cold",
-            "tasted sour",
-            "had a hair in it",
-            "was too salty",
-            "was burnt",
-            "made me sick",
-            "had nuts in it",
-            "was still raw",
-            "was not fresh",
-            "was too spicy",
-        ),
-    ),
-    "journeys": (
-        words("flight train ferry hotel cruise cabin"),
-        (
-            "was cancelled",
-            "is overbooked",
-            "must move to June",
-            "has no free seats",
-            "is in the wrong city",
-            "has no room for luggage",
-            "was changed",
-            "is full",
-            "has to be for two",
-            "takes no dogs",
-        ),
-    ),
+    topic: (words(things), tuple(wrongs.split("; ")))
+    for topic, things, wrongs in read_parts("classification.txt")
 }
 WORDINGS = Wordings(
     seen=(

@@ -13,7 +13,8 @@ for traces, the others are held out, whatever the template; and some templates n
     their templates  traces, examples     held_out
     other templates  -                    new_wording
 
-A task says what contents there are and how they are worded; `make_family` does the splits.
+A task says what contents there are and how they are worded; `make_family` does the splits. The
+words of some tasks are in text files beside their modules.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from kvtier.errors import UsageError
 
@@ -38,6 +40,12 @@ MOST_DRAWS = 50
 def words(text: str) -> tuple[str, ...]:
     """The words of a list that is written as a text."""
     return tuple(text.split())
+
+
+def read_parts(file: str) -> list[list[str]]:
+    """The parts of a text file of this folder, which empty lines divide; of each its lines."""
+    text = Path(__file__).with_name(file).read_text()
+    return [[line.strip() for line in part.splitlines()] for part in text.strip().split("\n\n")]
 
 
 NAMES = words(
@@ -78,6 +86,12 @@ class Wordings:
 
     seen: tuple[str, ...]
     new: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str, new: int) -> Wordings:
+        """The wordings of a text, one a line, of which the last `new` are for no trace."""
+        lines = tuple(line.strip() for line in text.strip().splitlines())
+        return cls(lines[:-new], lines[-new:])
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,15 @@ NOTES = {
     "order": Note(
         "An order: the goods, how many, the city, the day.",
         (("goods", GOODS), ("number", NUMBERS), ("city", CITIES[:9]), ("day", DAYS)),
-        Wordings(
-            seen=(
-                "Please send {number} {goods} to {city} by {day}.",
-                "We order {number} {goods}, to be in {city} on {day}.",
-                "The shop in {city} orders {number} {goods} for {day}.",
-            ),
-            new=(
-                "By {day} our people in {city} will be in need of {number} more {goods}.",
-                "Could you get us {number} {goods}? They should reach {city} before {day}.",
-            ),
+        Wordings.of(
+            """
+            Please send {number} {goods} to {city} by {day}.
+            We order {number} {goods}, to be in {city} on {day}.
+            The shop in {city} orders {number} {goods} for {day}.
+            By {day} our people in {city} will be in need of {number} more {goods}.
+            Could you get us {number} {goods}? They should reach {city} before {day}.
+            """,
+            new=2,
         ),
     ),
     "return": Note(
@@ -57,18 +56,17 @@ NOTES = {
             ("goods", GOODS),
             ("number", NUMBERS),
             ("name", NAMES[:9]),
-            ("wrong", ("old", "small", "big", "dirty", "heavy", "ugly", "dark", "thin")),
+            ("wrong", words("old small big dirty heavy ugly dark thin")),
         ),
-        Wordings(
-            seen=(
-                "{name} brought back {number} {goods} because they are {wrong}.",
-                "A return of {number} {goods} from {name}, who calls them {wrong}.",
-                "{number} {goods} came back, {name} says they are {wrong}.",
-            ),
-            new=(
-                "{name} does not want to keep the {number} {goods}, so {wrong} are they.",
-                "Too {wrong}! That is why {name} no longer wants the {number} {goods}.",
-            ),
+        Wordings.of(
+            """
+            {name} brought back {number} {goods} because they are {wrong}.
+            A return of {number} {goods} from {name}, who calls them {wrong}.
+            {number} {goods} came back, {name} says they are {wrong}.
+            {name} does not want to keep the {number} {goods}, so {wrong} are they.
+            Too {wrong}! That is why {name} no longer wants the {number} {goods}.
+            """,
+            new=2,
         ),
     ),
     "stock": Note(
@@ -77,38 +75,36 @@ NOTES = {
             ("goods", GOODS),
             ("number", NUMBERS),
             ("room", ROOMS),
-            ("colour", ("red", "blue", "green", "white", "black", "brown", "grey", "yellow")),
+            ("colour", words("red blue green white black brown grey yellow")),
         ),
-        Wordings(
-            seen=(
-                "There are {number} {colour} {goods} left in the {room}.",
-                "I counted {number} {goods} in the {room}, all {colour}.",
-                "In the {room} we still have {number} {goods}, {colour} ones.",
-            ),
-            new=(
-                "Whoever looks into the {room} finds {number} {goods} there, {colour} ones.",
-                "The {colour} {goods} are all in the {room}, {number} of them by now.",
-            ),
+        Wordings.of(
+            """
+            There are {number} {colour} {goods} left in the {room}.
+            I counted {number} {goods} in the {room}, all {colour}.
+            In the {room} we still have {number} {goods}, {colour} ones.
+            Whoever looks into the {room} finds {number} {goods} there, {colour} ones.
+            The {colour} {goods} are all in the {room}, {number} of them by now.
+            """,
+            new=2,
         ),
     ),
     "delay": Note(
         "A delay: the vehicle, how many minutes, from where, the reason.",
         (
-            ("vehicle", ("bus", "truck", "train", "van", "boat", "car", "plane", "ferry")),
+            ("vehicle", words("bus truck train van boat car plane ferry")),
             ("number", NUMBERS),
             ("place", PLACES),
-            ("reason", ("snow", "fog", "traffic", "ice", "rain", "wind", "fire", "smoke")),
+            ("reason", words("snow fog traffic ice rain wind fire smoke")),
         ),
-        Wordings(
-            seen=(
-                "The {vehicle} from the {place} is {number} minutes late because of {reason}.",
-                "Because of {reason} the {vehicle} from the {place} comes {number} minutes late.",
-                "Late by {number} minutes: the {vehicle} from the {place}, reason {reason}.",
-            ),
-            new=(
-                "There is {reason} at the {place}, the {vehicle} needs {number} minutes more.",
-                "It was {reason} that held up the {vehicle} at the {place}, by {number} minutes.",
-            ),
+        Wordings.of(
+            """
+            The {vehicle} from the {place} is {number} minutes late because of {reason}.
+            Because of {reason} the {vehicle} from the {place} comes {number} minutes late.
+            Late by {number} minutes: the {vehicle} from the {place}, reason {reason}.
+            There is {reason} at the {place}, the {vehicle} needs {number} minutes more.
+            It was {reason} that held up the {vehicle} at the {place}, by {number} minutes.
+            """,
+            new=2,
         ),
     ),
 }

@@ -9,10 +9,20 @@ subject has which made-up name is dealt anew for each seed.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.memory.families.family import CITIES, DAYS, NAMES, Content, Task, Wordings, words
+from benchmarks.memory.families.family import (
+    CITIES,
+    DAYS,
+    NAMES,
+    Content,
+    Task,
+    Wordings,
+    read_parts,
+    words,
+)
 
 TOOL_NAMES = words(
     "murlo tavik brenzo saldu ferix gomba lurka nadvo pelmi quista rotun sivra tolpa umbri vexla "
@@ -58,170 +68,16 @@ class Tool:
     wordings: Wordings
 
 
-def tool(subject: str, purpose: str, arguments: str, seen: Sequence[str], new: str) -> Tool:
-    return Tool(subject, purpose, words(arguments), Wordings(tuple(seen), (new,)))
+def read_tool(head: str, *wordings: str) -> Tool:
+    """Read a tool's part of the manual: what it is and is for, and how it is asked for. The last
+    wording is for no trace."""
+    found = re.fullmatch(r"(\w+)\((.*)\) (.*)", head)
+    assert found, head
+    subject, arguments, purpose = found.groups()
+    return Tool(subject, purpose, words(arguments), Wordings(wordings[:-1], wordings[-1:]))
 
 
-TOOLS = (
-    tool(
-        "timer",
-        "starts a kitchen timer",
-        "minutes dish",
-        (
-            "Set a timer of {minutes} minutes for the {dish}.",
-            "Start a timer for the {dish}, {minutes} minutes.",
-        ),
-        "The {dish} must cook for {minutes} minutes, remind me then.",
-    ),
-    tool(
-        "alarm",
-        "sets an alarm",
-        "hour day",
-        ("I need an alarm at {hour} on {day}.", "Set an alarm for {day} at {hour}."),
-        "I have to get up at {hour} on {day}.",
-    ),
-    tool(
-        "weather",
-        "tells the weather",
-        "city day",
-        ("What is the weather in {city} on {day}?", "Weather for {day} in {city}, please."),
-        "Will it rain in {city} on {day}?",
-    ),
-    tool(
-        "taxi",
-        "orders a taxi",
-        "city hour",
-        ("Order a taxi in {city} at {hour}.", "I need a taxi at {hour} in {city}."),
-        "Have a car with a driver ready for me in {city} at {hour}.",
-    ),
-    tool(
-        "table",
-        "books a table to eat",
-        "count day",
-        (
-            "Book a table for {count} guests on {day}.",
-            "A table on {day} for {count} guests, please.",
-        ),
-        "We want to eat out on {day}, {count} of us.",
-    ),
-    tool(
-        "buy",
-        "buys things for the house",
-        "count item",
-        ("Buy {count} {item}.", "Please buy {count} {item} for us."),
-        "Put {count} {item} on the shopping list.",
-    ),
-    tool(
-        "lamp",
-        "dims a lamp",
-        "room percent",
-        (
-            "Dim the lamp in the {room} to {percent} percent.",
-            "Lamp in the {room}: {percent} percent.",
-        ),
-        "The {room} is too bright, {percent} percent of the light is enough.",
-    ),
-    tool(
-        "heat",
-        "sets the heating",
-        "room degrees",
-        (
-            "Heat the {room} to {degrees} degrees.",
-            "Set the heating in the {room} to {degrees} degrees.",
-        ),
-        "It should be {degrees} degrees warm in the {room}.",
-    ),
-    tool(
-        "music",
-        "plays music",
-        "music room",
-        ("Play some {music} in the {room}.", "Some {music} music in the {room}, please."),
-        "I would like to hear {music} in the {room}.",
-    ),
-    tool(
-        "pay",
-        "sends money",
-        "amount name",
-        ("Please pay {amount} dollars to {name}.", "Pay {name} {amount} dollars."),
-        "I owe {name} {amount} dollars, settle that.",
-    ),
-    tool(
-        "translate",
-        "translates a word",
-        "word language",
-        ("Translate {word} into {language}.", "Please translate {word}, into {language}."),
-        "How do you say {word} when you speak {language}?",
-    ),
-    tool(
-        "meeting",
-        "plans a meeting",
-        "name day",
-        ("Plan a meeting with {name} on {day}.", "Meeting on {day} with {name}, please."),
-        "I want to sit down with {name} on {day}.",
-    ),
-    tool(
-        "train",
-        "finds a train",
-        "from to",
-        ("Find a train from {from} to {to}.", "Which train goes from {from} to {to}?"),
-        "I am in {from} and must get to {to} by rail.",
-    ),
-    tool(
-        "call",
-        "calls somebody",
-        "name hour",
-        ("Call {name} at {hour}.", "At {hour}, call {name}."),
-        "I promised {name} to ring at {hour}.",
-    ),
-    tool(
-        "parcel",
-        "follows a parcel",
-        "number",
-        ("Where is parcel {number}?", "Track parcel {number}."),
-        "I am still waiting for my parcel, it has the number {number}.",
-    ),
-    tool(
-        "water",
-        "waters plants",
-        "plant minutes",
-        (
-            "Water the {plant} for {minutes} minutes.",
-            "Give the {plant} water for {minutes} minutes.",
-        ),
-        "The {plant} are dry, sprinkle them for {minutes} minutes.",
-    ),
-    tool(
-        "papers",
-        "opens a file of papers",
-        "topic name",
-        ("Open the papers on {topic} from {name}.", "Show me the papers from {name} on {topic}."),
-        "I must read what {name} wrote on {topic}.",
-    ),
-    tool(
-        "cinema",
-        "gets cinema tickets",
-        "film day",
-        ("Get cinema tickets for {film} on {day}.", "Cinema on {day}, two tickets for {film}."),
-        "I want to watch {film} at the cinema on {day}.",
-    ),
-    tool(
-        "bicycle",
-        "rents a bicycle",
-        "city minutes",
-        (
-            "Rent a bicycle in {city} for {minutes} minutes.",
-            "A bicycle in {city}, {minutes} minutes.",
-        ),
-        "I would like to cycle through {city} for {minutes} minutes.",
-    ),
-    tool(
-        "lock",
-        "locks a door",
-        "room hour",
-        ("Lock the door of the {room} at {hour}.", "At {hour}, lock the {room}."),
-        "Nobody may enter the {room} after {hour}.",
-    ),
-)
+TOOLS = tuple(read_tool(*part) for part in read_parts("tools.txt"))
 
 
 class Tools(Task):

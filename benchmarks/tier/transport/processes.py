@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from benchmarks.common.benchmark import ROOT
+from benchmarks.common.processes import Served, accepts, free_address
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.client import TlsFiles
 
@@ -35,24 +37,16 @@ class Running(NamedTuple):
 @contextmanager
 def serving(module: str, *arguments: str) -> Iterator[Running]:
     """The tier service, or what is started like it, on a free port until the block ends."""
-    listen = ["--listen", f"{HOST}:0", "--insecure-local"]
+    address = free_address()
+    listen = ["--listen", address, "--insecure-local"]
     command = [sys.executable, "-m", module, *listen, *arguments]
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=quiet, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if " on " not in line:
-            raise TierUnavailableError(f"{module} did not start: {' '.join(arguments)}")
-        yield Running(line.split()[-1], process.pid)
-    finally:
-        process.terminate()
+    with tempfile.TemporaryDirectory() as name:
+        served = Served(module, command, Path(name), accepts(*address.split(":")))
         try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()
+            served.start()
+            yield Running(address, served.pid)
+        finally:
+            served.stop(STOP_S)
 
 
 @contextmanager

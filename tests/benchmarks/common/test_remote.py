@@ -47,29 +47,17 @@ def test_a_worker_answers_what_it_is_told_and_is_gone_afterwards(
     wait_for(lambda: gone(first["pid"]))
 
 
-def test_a_worker_that_ends_early_is_an_error_with_its_last_lines(
-    tmp_path: Path, environment: dict[str, str]
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_worker_that_ends_before_it_answers_is_an_error_with_its_last_lines(
+    tmp_path: Path, environment: dict[str, str], waits: bool
 ) -> None:
-    with (
-        running_module("told", [tmp_path], environment, tmp_path / "log") as remote,
-        pytest.raises(WorkerError, match="no more of this"),
-    ):
-        remote.tell("fall")
-
-
-def test_a_worker_that_is_gone_before_it_is_told_is_the_same_error(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
-    (tmp_path / "told.py").write_text("import sys; sys.exit('gone at once')")
-    log = tmp_path / "log"
-
-    def tell_a_dead_worker() -> None:
-        with running_module("told", [tmp_path], environment, log) as remote:
-            wait_for(lambda: remote._process.poll() is not None)
-            remote.tell("sing")
-
-    with pytest.raises(WorkerError, match="gone at once"):
-        tell_a_dead_worker()
+    """waits: until it is gone, before it is told anything."""
+    if waits:
+        (tmp_path / "told.py").write_text("import sys; sys.exit('no more of this')")
+    with running_module("told", [tmp_path], environment, tmp_path / "log") as remote:
+        wait_for(lambda: not waits or remote._process.poll() is not None)
+        with pytest.raises(WorkerError, match="no more of this"):
+            remote.tell("fall")
 
 
 def test_a_module_that_fails_is_an_error_and_one_that_does_not_is_none(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +12,6 @@ from benchmarks.common.benchmark import ROOT
 from benchmarks.gpu.check import __main__ as gpu_check
 from benchmarks.gpu.check import processes
 from benchmarks.gpu.check.claims import make_bars
-
-
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_check.main([]) == 2
-    assert "expected a CUDA device" in capsys.readouterr().err
-
 
 # A GPU machine has torch with numpy, Triton, and nothing else that kvtier or its bench want.
 WITHOUT_PACKAGES = """
@@ -110,23 +104,21 @@ def test_bars_are_met_and_missed_by_what_was_measured():
     }
 
 
-@pytest.mark.parametrize("part", ["peers", "flashinfer"])
-def test_a_part_that_wants_a_switch_says_so(part, capsys):
-    assert gpu_check.main(["--parts", "equal", part]) == 2
-    assert f"--parts: expected --{part} beside the part {part}" in capsys.readouterr().err
-
-
-def test_flashinfer_that_was_asked_for_and_failed_is_a_bar_that_is_not_met():
+def test_what_failed_or_could_not_run_is_a_bar_that_is_not_met():
     times = dict.fromkeys(("retained_s", "voted_s", "full_s", "retained_bytes", "full_bytes"), 1)
     row = {"shape": "batch 1", "flashinfer_missing": "ImportError: x", **times}
-    met = {bar.name: bar.met for bar in make_bars({"decode": [row], "failures": {}})}
+    document = {"decode": [row], "failures": {"equal": "OutOfMemoryError: too much"}}
+    met = {bar.name: bar.met for bar in make_bars(document)}
     assert met["batch 1: full KV by FlashInfer: ImportError: x"] is False
+    assert met["equal: OutOfMemoryError: too much"] is False
 
 
-def test_a_part_that_fails_is_a_bar_that_is_not_met():
-    (bar,) = make_bars({"failures": {"decode": "OutOfMemoryError: too much"}})
-    assert not bar.met
-    assert "OutOfMemoryError" in bar.name
+@pytest.mark.parametrize("part", ["peers", "flashinfer"])
+def test_a_part_that_wants_a_switch_says_so_and_is_left_out_without_it(part, capsys):
+    assert gpu_check.main(["--parts", "equal", part]) == 2
+    assert f"--parts: expected --{part} beside the part {part}" in capsys.readouterr().err
+    assert gpu_check.Asked(0, flashinfer=False, peers=None).leaves_out(part)
+    assert not gpu_check.Asked(0, flashinfer=True, peers=Path("x")).leaves_out(part)
 
 
 def test_tests_that_take_too_long_leave_what_they_said(monkeypatch):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.check import __main__ as gpu_check
 from benchmarks.gpu.check.claims import make_bars
 from benchmarks.gpu.check.peer_kernels import (
     COMPACTOR_FILE,
@@ -99,23 +98,6 @@ def test_a_dense_cache_masks_what_its_heads_dropped(peers: Path) -> None:
     assert len(dense.dropped[0]) == 3 * 260
 
 
-def test_contexts_hold_what_they_say_in_runs() -> None:
-    packed, dense = [[300, 20, 0], [5, 64, 130]], [70, 0]
-    contexts = contexts_of(packed, dense)
-    assert contexts.num_bytes == 2 * 4 * 16 * (519 + 3 * 70)
-    lists = itertools.product(range(2), range(2), range(3))
-    found = [contexts.of(*one)[0] for one in lists]
-    assert [len(one) for one in found] == 2 * [370, 90, 70, 5, 64, 130]
-    # No entry is another list's.
-    rows = torch.cat(found)
-    assert len(rows.unique(dim=0)) == len(rows)
-
-
-def test_a_peer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="sparse_decode_kernel"):
-        load_peer(tmp_path, COMPACTOR_FILE)
-
-
 def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
     row = {"shape": "batch 1", "difference": 1e-3, "ours_s": 2.0, "theirs_s": 1.0}
     document = {
@@ -127,11 +109,3 @@ def test_peers_are_bars_and_one_that_did_not_run_is_not_met():
         "batch 1: compactor-vllm's kernel, our time / its": False,
         "kvpress did not run: FileNotFoundError: x": False,
     }
-
-
-def test_parts_that_were_not_asked_for_are_left_out():
-    asked = gpu_check.Asked(0, flashinfer=False, peers=None)
-    left_out = {name for name in gpu_check.PARTS if asked.leaves_out(name)}
-    assert left_out == {"peers", "flashinfer"}
-    everything = gpu_check.Asked(0, flashinfer=True, peers=Path("x"))
-    assert not [name for name in gpu_check.PARTS if everything.leaves_out(name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from text_models import write_llama
 from torch import Tensor
 
 from benchmarks.real import samples, table
-from benchmarks.real.courses import COURSES, Clock, Course, Edited
+from benchmarks.real.courses import COURSES, Clock, Course, Edited, Kept
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     Context,
@@ -26,6 +27,7 @@ from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.reference.rotation import rotation_of
+from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.samples.synthetic import make_samples, tasks_for
 from kvtier.retention.locality import CUT_WINDOW
 from kvtier.retention.shares import FixedShare, Turn
@@ -40,11 +42,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(tmp_path_factory.mktemp("model"))
 
 
+class Prefilled(NamedTuple):
+    """A context, the questions behind it, and what keeps it."""
+
+    sample: CalibrationSample
+    context: Context
+    asker: Asker
+    worth: TokenWorth
+
+    def held(self, course: Any, share: float = 1.0) -> Kept:
+        """Return what a course holds of the context."""
+        others = [5, 6, 7] * 150
+        ids = self.sample.context_ids
+        return course.held(self.context.model, ids, others, share, self.worth)
+
+    def exact_loss(self) -> float:
+        """Return the loss with all tokens held."""
+        every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
+        layers = selected(self.context.kv, every, self.context.shape.group_size)
+        return self.asker.quality(layers).loss
+
+
 @pytest.fixture(scope="module")
-def context(folder: Path) -> tuple[Context, Asker]:
+def made(folder: Path) -> Prefilled:
     model = load_model(str(folder))
     sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    return Context(model, shape_of(model), sample), Asker(model, sample)
+    context = Context(model, shape_of(model), sample)
+    return Prefilled(sample, context, Asker(model, sample), drawn_by_lot(context))
 
 
 def drawn_by_lot(context: Context) -> TokenWorth:
@@ -56,15 +80,14 @@ def drawn_by_lot(context: Context) -> TokenWorth:
 
 
 @pytest.mark.parametrize("share", [0.75, 0.4, 0.25])
-def test_no_setting_holds_more_than_its_share(context: tuple[Context, Asker], share: float) -> None:
-    ctx, _ = context
-    shape = ctx.shape
+def test_no_setting_holds_more_than_its_share(made: Prefilled, share: float) -> None:
+    shape = made.context.shape
     order = [(layer, head) for layer in range(2) for head in range(2)]
     every = shape.num_layers * shape.num_kv_heads * TOKENS
     found = 0
     for setting in settings_at(share):
         try:
-            keeper = Keeper(ctx, order, setting, drawn_by_lot(ctx))
+            keeper = Keeper(made.context, order, setting, made.worth)
         except NoRoomError:
             continue
         used = entries(keeper.layers(), shape.group_size) / every
@@ -73,17 +96,10 @@ def test_no_setting_holds_more_than_its_share(context: tuple[Context, Asker], sh
     assert found >= 3
 
 
-def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]) -> None:
-    ctx, asker = context
-    every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
-    held = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
-    probe = HeadProbe(ctx.model)
-    sample = make_samples(
-        tasks_for(ctx.model.config.name_or_path).make, ["key-value"], 1, [TOKENS], 0
-    )[0]
-    exact = probe.prepare(sample).quality(probe.full())
-    assert held.loss == pytest.approx(exact.loss, rel=1e-4)
-    assert held.recall == exact.recall
+def test_all_tokens_held_answer_as_the_model_does(made: Prefilled) -> None:
+    probe = HeadProbe(made.context.model)
+    exact = probe.prepare(made.sample).quality(probe.full())
+    assert made.exact_loss() == pytest.approx(exact.loss, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +108,11 @@ def test_all_tokens_held_answer_as_the_model_does(context: tuple[Context, Asker]
     ids=lambda one: one.name,
 )
 def test_a_course_in_which_nothing_is_dropped_answers_as_the_model_does(
-    context: tuple[Context, Asker], folder: Path, course: Course
+    made: Prefilled, course: Course
 ) -> None:
-    ctx, asker = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    held, again, _ = course.held(ctx.model, ids, [5, 6, 7] * 50, 1.0, worth)
+    held, again, _ = made.held(course)
     assert {layer.k.shape[1] for layer in held} == {TOKENS}
-    every = torch.ones(2, 2, TOKENS, dtype=torch.bool)
-    exact = asker.quality(selected(ctx.kv, every, ctx.shape.group_size))
-    assert asker.quality(held, again).loss == pytest.approx(exact.loss, rel=1e-4)
+    assert made.asker.quality(held, again).loss == pytest.approx(made.exact_loss(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -110,34 +121,22 @@ def test_a_course_in_which_nothing_is_dropped_answers_as_the_model_does(
     ids=lambda one: one.name,
 )
 def test_behind_an_edit_stands_what_was_computed_before_turned_to_its_new_place(
-    context: tuple[Context, Asker], folder: Path, course: Edited
+    made: Prefilled, course: Edited
 ) -> None:
-    ctx, _ = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    held = course.held(ctx.model, ids, [5, 6, 7] * 150, 1.0, worth).layers
+    held, kv = made.held(course).layers, made.context.kv
     # The first layer's KV depends on a token and its position alone.
-    for mine, exact in zip(held[0][:2], ctx.kv[0], strict=True):
+    for mine, exact in zip(held[0][:2], kv[0], strict=True):
         assert torch.allclose(mine, exact, atol=1e-3)
     first = round(course.places[0] * TOKENS)
-    last, exact_last = held[-1].v, ctx.kv[-1][1]
-    assert torch.allclose(last[:, :first], exact_last[:, :first], atol=1e-4)
+    last, exact_last = held[-1].v, kv[-1][1]
     behind = first + course.new_tokens
-    assert torch.allclose(last[:, first:behind], exact_last[:, first:behind], atol=1e-4)
+    assert torch.allclose(last[:, :behind], exact_last[:, :behind], atol=1e-4)
     assert not torch.allclose(last[:, behind:], exact_last[:, behind:], atol=1e-4)
 
 
-def test_after_many_edits_stands_what_stood_after_one_but_for_rounding(
-    context: tuple[Context, Asker], folder: Path
-) -> None:
-    ctx, _ = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    once, often = (
-        Clock("", times).held(ctx.model, ids, [5, 6, 7] * 150, 1.0, worth).layers
-        for times in (1, 9)
-    )
-    for mine, exact in zip(often[0][:2], ctx.kv[0], strict=True):
+def test_after_many_edits_stands_what_stood_after_one_but_for_rounding(made: Prefilled) -> None:
+    once, often = (made.held(Clock("", times)).layers for times in (1, 9))
+    for mine, exact in zip(often[0][:2], made.context.kv[0], strict=True):
         # Stored and turned nine times, each time both numbers of a pair are rounded.
         most = 10 * 2**0.5 * 2**-9 * float(exact.abs().max())
         assert torch.allclose(mine, exact, rtol=0, atol=most)
@@ -172,12 +171,8 @@ def worth_of_middle(context: Context, fitted: TokenWorth, sink: int, recent: int
     return torch.stack(layers)
 
 
-def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(
-    context: tuple[Context, Asker], folder: Path
-) -> None:
-    ctx, asker = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    share, worth = 0.24, drawn_by_lot(ctx)
+def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(made: Prefilled) -> None:
+    ctx, share = made.context, 0.24
     # A turn keeps a share of what it may drop, a setting of the whole context.
     sink, recent = ADAPTIVE_RULE.sink_tokens, ADAPTIVE_RULE.recent(ctx.num_tokens)
     edges = sink + recent
@@ -186,25 +181,18 @@ def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(
     (setting,) = (one for one in settings_at(kept) if one.name == "adaptive budgets + refresh")
     middle_alone = copy.copy(ctx)
     middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, sink, recent)
-    keeper = Keeper(middle_alone, [], setting, worth)
-    theirs = asker.quality(keeper.layers(), keeper.refresh)
-    held, again, _ = Course("", refreshes=True).held(
-        ctx.model, sample.context_ids, [], share, worth
-    )
+    keeper = Keeper(middle_alone, [], setting, made.worth)
+    theirs = made.asker.quality(keeper.layers(), keeper.refresh)
+    held, again, _ = made.held(Course("", refreshes=True), share)
     assert entries(held, ctx.shape.group_size) == entries(keeper.layers(), ctx.shape.group_size)
-    assert asker.quality(held, again).loss == pytest.approx(theirs.loss, rel=1e-5)
-    assert asker.quality(held).loss != pytest.approx(theirs.loss, rel=1e-5)
+    assert made.asker.quality(held, again).loss == pytest.approx(theirs.loss, rel=1e-5)
+    assert made.asker.quality(held).loss != pytest.approx(theirs.loss, rel=1e-5)
 
 
-def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
-    context: tuple[Context, Asker], folder: Path
-) -> None:
+def test_a_later_turn_is_computed_over_what_its_own_queries_choose(made: Prefilled) -> None:
     """Its KV differs from that which is computed over what heads keep between turns."""
-    ctx, _ = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    ids, worth = sample.context_ids, drawn_by_lot(ctx)
     refreshed, plain = (
-        Course("", turns=2, refreshes=refreshes).held(ctx.model, ids, [], 0.24, worth)[0]
+        made.held(Course("", turns=2, refreshes=refreshes), 0.24).layers
         for refreshes in (True, False)
     )
     # The last tokens, which all heads keep: of the first layer they depend on nothing before.
@@ -213,15 +201,10 @@ def test_a_later_turn_is_computed_over_what_its_own_queries_choose(
 
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda one: one.name)
-def test_a_course_holds_its_share(
-    context: tuple[Context, Asker], folder: Path, course: Course | Edited | Clock
-) -> None:
+def test_a_course_holds_its_share(made: Prefilled, course: Course | Edited | Clock) -> None:
     """A course may hold more by windows, and by whole pages of every turn."""
-    ctx, _ = context
-    sample = make_samples(tasks_for(str(folder)).make, ["key-value"], 1, [TOKENS], 0)[0]
-    ids, worth = sample.context_ids, drawn_by_lot(ctx)
-    held, _, used = course.held(ctx.model, ids, [5, 6, 7] * 150, 0.25, worth)
-    used = (entries(held, ctx.shape.group_size) if used is None else used) / 4
+    held, _, used = made.held(course, 0.25)
+    used = (entries(held, made.context.shape.group_size) if used is None else used) / 4
     least, more = 0.2, 20
     if isinstance(course, Edited):
         more = len(course.places) * (CUT_WINDOW + course.new_tokens)
@@ -278,20 +261,17 @@ def test_what_there_is_none_of_is_refused_by_name(
     assert f"{flag}: expected some of" in capsys.readouterr().err
 
 
-def test_the_fewest_bytes_for_a_quality_lie_between_two_measured_shares() -> None:
-    points = [(0.1, 0.8), (0.5, 1.0), (0.25, 0.9)]
-    assert fewest_bytes(points, 0.95) == pytest.approx(0.375)
-    assert fewest_bytes(points, 0.9) == pytest.approx(0.25)
-
-
-def test_the_fewest_bytes_are_none_where_no_share_has_the_quality() -> None:
-    assert fewest_bytes([(0.5, 0.9), (0.1, 0.2)], 0.95) is None
-
-
-def test_a_quality_that_is_lost_and_had_again_with_fewer_bytes_counts_from_above() -> None:
-    points = [(0.5, 1.0), (0.25, 0.9), (0.1, 0.96)]
-    assert fewest_bytes(points, 0.95) == pytest.approx(0.375)
-
-
-def test_the_fewest_bytes_are_those_measured_where_all_have_the_quality() -> None:
-    assert fewest_bytes([(0.5, 1.0), (0.1, 0.97)], 0.95) == 0.1
+@pytest.mark.parametrize(
+    ("points", "quality", "fewest"),
+    [
+        # Between two shares that were measured.
+        ([(0.1, 0.8), (0.5, 1.0), (0.25, 0.9)], 0.95, 0.375),
+        ([(0.1, 0.8), (0.5, 1.0), (0.25, 0.9)], 0.9, 0.25),
+        # From above: it is lost, and had again with fewer bytes.
+        ([(0.5, 1.0), (0.25, 0.9), (0.1, 0.96)], 0.95, 0.375),
+        ([(0.5, 1.0), (0.1, 0.97)], 0.95, 0.1),
+        ([(0.5, 0.9), (0.1, 0.2)], 0.95, None),
+    ],
+)
+def test_the_fewest_bytes_for_a_quality(points, quality, fewest) -> None:
+    assert fewest_bytes(points, quality) == (fewest and pytest.approx(fewest))

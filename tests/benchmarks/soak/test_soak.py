@@ -14,17 +14,24 @@ pytest.importorskip("aiohttp")
 
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak.clients import MOVED
+from benchmarks.soak.faults import DISK_FULL
 from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND
 from benchmarks.soak.report import FAULTS, KINDS, make_bars, make_table
 
 ROOT = Path(__file__).resolve().parents[3]
 TIER = {"used_bytes": 1, "capacity_bytes": 2, "blobs": 1, "evictions": 0, "quarantined": 0}
 EACH = "compared, of each kind"
+CLOSED = "breaker closed by itself, within 15 s"
+USED = "tier used again after its last fault"
 RESTORED = "requests restored from the tier"
 
 
 def life(**changes) -> dict:
     return {"engine": "A", "rule": LOCALITY, "restored_requests": 1, "integrity": []} | changes
+
+
+def used_again(**changes) -> dict:
+    return {name: {"put": 3, "restored_requests": 1} | changes for name in "AB"}
 
 
 def outcome(**changes) -> dict:
@@ -38,11 +45,12 @@ def outcome(**changes) -> dict:
         "compared_by_weights": {FIRST: 3, SECOND: 2},
         "compressed_shown": kind,
         "faults": dict.fromkeys(FAULTS, 1),
+        "breaker_closed_s": {"bit flips": [0.5, 2.0], "slow": []},
+        "tier_used_again": used_again(),
         "problems": [],
         "tier": TIER,
         "memory": {name: {"growth": 0.01} for name in ("engine-a", "engine-b", "tier")},
         "engines": [life(), life(engine="B")],
-        "recall": {"exact": {"recall": 1.0, "questions": 3}},
     }
     return right | changes
 
@@ -65,6 +73,12 @@ def compared(**changes) -> dict:
         ({"requests": {"finished": 0, "failed": 0}}, ["failed requests"]),
         ({"compared_by_weights": {FIRST: 5}}, ["under both weights"]),
         ({"faults": dict.fromkeys(FAULTS[1:], 1)}, ["faults, of each kind"]),
+        ({"faults": outcome()["faults"] | {"bit flips": 0}}, ["faults, of each kind"]),
+        ({"faults": {one: 1 for one in FAULTS if one != DISK_FULL}}, []),
+        ({"breaker_closed_s": {"bit flips": [0.5, 15.1]}}, [CLOSED]),
+        ({"breaker_closed_s": {}}, [CLOSED]),
+        ({"tier_used_again": used_again(put=0)}, [USED]),
+        ({"tier_used_again": used_again(restored_requests=0)}, [USED]),
         ({"engines": [life(), life(engine="B", restored_requests=0)]}, [RESTORED]),
         ({"engines": [life()]}, [RESTORED]),
         ({"engines": [life(), life(engine="B", integrity=["a slot has no owner"])]}, ["accounts"]),

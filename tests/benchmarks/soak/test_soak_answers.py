@@ -15,53 +15,38 @@ from benchmarks.soak.client import Asked, RequestFailedError, read_answer
 from benchmarks.soak.models import FIRST, SECOND
 from kvtier.synthetic.recall import ANSWER_TOKENS
 
-REFERENCE = Reference(logprobs=(-0.1, -0.2, -0.3), choices=(7, 8, EOT), best=(-0.1, -0.2, -0.3))
+REFERENCE = {"logprobs": (-0.1, -0.2, -0.3), "choices": (7, 8, EOT), "best": (-0.1, -0.2, -0.3)}
+OTHER = {"tokens": (7, 9, EOT)}
 
 
-def reference(**changes) -> Reference:
-    right = {"logprobs": REFERENCE.logprobs, "choices": REFERENCE.choices, "best": REFERENCE.best}
-    return Reference(**right | changes)
+@pytest.mark.parametrize(
+    ("changes", "reference", "wrong", "ties", "right"),
+    [
+        ({}, {}, None, 0, True),
+        (OTHER, {"best": (-0.1, -0.2 + 2 * TIE, -0.3)}, 1, 0, False),
+        # The reference likes the token as much.
+        (OTHER, {"best": (-0.1, -0.2 + TIE / 2, -0.3)}, None, 1, True),
+        *(
+            ({"logprobs": (-0.1, other, -0.3)}, {}, None, 0, False)
+            for other in (-0.2 - 2 * OFF, -0.2 + 2 * OFF, math.nan, -math.inf)
+        ),
+        ({"prompt_logprobs": (-1.0, -2.0)}, {"prompt_logprobs": (-1.0, -2.0)}, None, 0, True),
+        ({"prompt_logprobs": (-1.0, -2.0)}, {"prompt_logprobs": (-1.0, -2.5)}, None, 0, False),
+    ],
+)
+def test_an_answer_is_right_by_its_tokens_and_by_every_log_probability(
+    changes, reference, wrong, ties, right
+) -> None:
+    found = compare(said(**changes), Reference(**REFERENCE | reference))
+    assert (found.wrong, found.ties, found.right) == (wrong, ties, right)
 
 
-# -- comparing --
-
-
-def test_an_answer_that_is_the_references_is_right() -> None:
-    verdict = compare(said(), REFERENCE)
-    assert (verdict.right, verdict.ties, verdict.off) == (True, 0, 0.0)
-
-
-def test_a_wrong_token_is_noticed_where_it_is() -> None:
-    found = compare(said(tokens=(7, 9, EOT)), reference(best=(-0.1, -0.2 + 2 * TIE, -0.3)))
-    assert (found.wrong, found.right) == (1, False)
-
-
-def test_a_token_that_the_reference_likes_as_much_is_a_tie() -> None:
-    found = compare(said(tokens=(7, 9, EOT)), reference(best=(-0.1, -0.2 + TIE / 2, -0.3)))
-    assert (found.wrong, found.ties, found.right) == (None, 1, True)
-
-
-@pytest.mark.parametrize("logprob", [-0.2 - 2 * OFF, -0.2 + 2 * OFF, math.nan, -math.inf])
-def test_a_log_probability_that_is_not_the_references_is_noticed(logprob) -> None:
-    found = compare(said(logprobs=(-0.1, logprob, -0.3)), REFERENCE)
-    assert found.wrong is None
-    assert not found.right
-
-
-def test_so_is_one_of_the_prompt() -> None:
-    measured = said(prompt_logprobs=(-1.0, -2.0))
-    assert compare(measured, reference(prompt_logprobs=(-1.0, -2.0))).right
-    assert not compare(measured, reference(prompt_logprobs=(-1.0, -2.5))).right
-
-
-def test_a_reference_of_another_answer_compares_with_nothing() -> None:
+@pytest.mark.parametrize(
+    "changes", [{"tokens": (7, EOT), "logprobs": (-0.1, -0.3)}, {"prompt_logprobs": (-1.0,)}]
+)
+def test_a_reference_of_another_answer_compares_with_nothing(changes) -> None:
     with pytest.raises(ValueError, match="zip"):
-        compare(said(tokens=(7, EOT), logprobs=(-0.1, -0.3)), REFERENCE)
-    with pytest.raises(ValueError, match="zip"):
-        compare(said(prompt_logprobs=(-1.0,)), REFERENCE)
-
-
-# -- answers --
+        compare(said(**changes), Reference(**REFERENCE))
 
 
 def answer(tokens=(7, EOT), kind="stop", versions=(FIRST,), **meta) -> dict:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
 
 pytest.importorskip("aiohttp")
 
 from soak_answers import RULE, said
 
-from benchmarks.soak.load import (
-    ACTIONS,
-    Load,
-    choose,
-    exact_forks,
-    longest_short,
-    why_exact,
-)
-from benchmarks.soak.models import SPAN_TOKENS
+from benchmarks.soak.load import SHORT, TURNS, Load, exact_forks, why_exact
+from kvtier.synthetic.recall import ANSWER_TOKENS, PROMPT_TOKENS
 
 
 def test_why_an_answer_of_a_compressing_engine_has_to_be_exact() -> None:
@@ -38,21 +28,9 @@ def test_why_an_answer_of_a_compressing_engine_has_to_be_exact() -> None:
 
 
 def test_short_texts_stay_within_what_locality_heads_keep() -> None:
-    assert longest_short() <= RULE.sink_tokens + RULE.recent_tokens + 1
-    assert RULE.dropped(0, longest_short(), longest_short()).num_tokens == 0
-
-
-def test_some_turns_of_long_texts_bring_spans_along_and_those_of_short_ones_do_not() -> None:
-    texts = Load(3, "").texts
-    added = [
-        [len(turn) - len(question) for turn, question in zip(one.turns, one.questions, strict=True)]
-        for one in texts
-    ]
-    assert all(more[0] == 0 for more in added)
-    assert not any(any(more) for more, one in zip(added, texts, strict=True) if one.short)
-    long = [more for one in added for more in one if more]
-    assert len(long) > 5
-    assert min(long) > SPAN_TOKENS
+    longest = SHORT[1] + TURNS * (PROMPT_TOKENS + ANSWER_TOKENS + 1)
+    assert longest <= RULE.sink_tokens + RULE.recent_tokens + 1
+    assert RULE.dropped(0, longest, longest).num_tokens == 0
 
 
 def test_no_exact_fork_shares_what_the_turn_or_a_fork_before_it_kept_compressed() -> None:
@@ -71,12 +49,3 @@ def test_no_exact_fork_shares_what_the_turn_or_a_fork_before_it_kept_compressed(
             assert span.num_tokens
             assert not RULE.can_split(span, shared)
         before.append(shared)
-
-
-def test_actions_are_the_seeds_and_all_of_them_come() -> None:
-    def drawn(seed: int) -> list[str]:
-        rng = random.Random(seed)
-        return [choose(rng) for _ in range(500)]
-
-    assert drawn(1) == drawn(1) != drawn(2)
-    assert set(Counter(drawn(1))) == set(ACTIONS)

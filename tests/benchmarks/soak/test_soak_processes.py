@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -10,10 +9,9 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from benchmarks.soak.client import RequestFailedError
-from benchmarks.soak.processes import Served, SoakError
+from benchmarks.common.processes import ProcessError, Served
 from benchmarks.soak.report import growth, memory
-from benchmarks.soak.run import Sample, first_of, restarted, until_first_failure
+from benchmarks.soak.run import Sample, restarted
 
 
 def samples(name: str, values, start: int = 1) -> list[Sample]:
@@ -61,39 +59,15 @@ def test_a_process_that_ends_by_itself_is_told_with_its_last_words(tmp_path) -> 
     child.start()
     assert child._process is not None
     child._process.wait()
-    with pytest.raises(SoakError, match=r"(?s)child ended by itself .*no more of this"):
+    with pytest.raises(ProcessError, match=r"(?s)child ended by itself .*no more of this"):
         child.check()
     assert child.resident_bytes() is None
-
-
-def test_a_process_that_was_killed_has_not_ended_by_itself(tmp_path) -> None:
-    child = process(tmp_path, "import signal; signal.pause()")
-    child.launch()
-    try:
-        assert child.resident_bytes() is None, "it does not answer yet"
-        child.wait_ready()
-        assert child.resident_bytes() > 0
-        child.check()
-    finally:
-        child.kill()
+    # One that was killed has not ended by itself.
+    child.command[-1] = "import signal; signal.pause()"
+    child.start()
+    assert child.resident_bytes() > 0
+    child.kill()
     child.check()
-
-
-def test_whatever_fails_first_ends_the_soak() -> None:
-    async def fail() -> None:
-        raise SoakError("gone")
-
-    async def wait() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(SoakError, match="gone"):
-        asyncio.run(until_first_failure(wait(), [wait(), fail()]))
-
-
-def test_what_failed_first_is_told_without_the_groups_around_it() -> None:
-    inner = RequestFailedError("/flush_cache: 400")
-    assert first_of(ExceptionGroup("a", [ExceptionGroup("b", [inner])])) is inner
-    assert first_of(inner) is inner
 
 
 def test_a_restarted_engine_listens_where_it_did() -> None:

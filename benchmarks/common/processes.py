@@ -1,25 +1,26 @@
-"""The soak's real processes: started, watched, killed on purpose, and all gone at its end.
+"""Real servers of a benchmark: started, watched, killed on purpose, and all gone at its end.
 
-Every one has a process group of its own and a log. A process that ends by itself ends the soak,
-with the last lines of its log.
+Every one has a process group of its own and a log. The error of one that ends by itself has the
+last lines of its log.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from benchmarks.common.benchmark import ROOT
 from benchmarks.common.redis_binary import redis_binary
 from benchmarks.common.remote import clean_environment
-from benchmarks.tier.faults.processes import free_address
 from kvtier.bench.runner import stop_group
 from kvtier.errors import KvtierError
 
@@ -30,8 +31,8 @@ LOG_TAIL_LINES = 40
 UNPINNED = ROOT / "tests" / "engine" / "weights" / "unpinned"
 
 
-class SoakError(KvtierError):
-    """The soak cannot go on: a process ended by itself, or did not start."""
+class ProcessError(KvtierError):
+    """A benchmark cannot go on: a process ended by itself, or did not start."""
 
 
 class Served:
@@ -58,6 +59,11 @@ class Served:
         self._wanted = self._answers = False
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it was not started"
+        return self._process.pid
+
     def launch(self) -> None:
         """Start it; it need not answer yet."""
         with self.log.open("ab") as stream:
@@ -74,14 +80,14 @@ class Served:
         self.starts += 1
 
     def wait_ready(self) -> None:
-        """Raises SoakError where it ends or does not answer within START_S."""
+        """Raises ProcessError where it ends or does not answer within START_S."""
         deadline = time.monotonic() + START_S
         while not self.ready():
             self.check()
             if not self._wanted:
-                raise SoakError(f"{self.name} was ended while it started")
+                raise ProcessError(f"{self.name} was ended while it started")
             if time.monotonic() > deadline:
-                raise SoakError(f"{self.name} did not answer in time:\n{self.tail()}")
+                raise ProcessError(f"{self.name} did not answer in time:\n{self.tail()}")
             time.sleep(LOOK_S)
         self._answers = True
 
@@ -101,6 +107,15 @@ class Served:
             while self.accepts():
                 time.sleep(CLOSE_LOOK_S)
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """SIGSTOP of all its processes, which go on when the block ends."""
+        os.killpg(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.pid, signal.SIGCONT)
+
     def stop(self, grace_s: float = 40) -> None:
         """SIGTERM, and what is left after that time is killed. Its exit code is its own matter."""
         self._wanted = False
@@ -115,10 +130,10 @@ class Served:
         stop_group(process)
 
     def check(self) -> None:
-        """Raises SoakError where it ended by itself."""
+        """Raises ProcessError where it ended by itself."""
         if self._wanted and self._process is not None and self._process.poll() is not None:
             code = self._process.returncode
-            raise SoakError(f"{self.name} ended by itself (exit code {code}):\n{self.tail()}")
+            raise ProcessError(f"{self.name} ended by itself (exit code {code}):\n{self.tail()}")
 
     def tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -142,6 +157,19 @@ def _resident_pages(group: int) -> Iterator[int]:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == group:
                 yield int((folder / "statm").read_text().split()[1])
+
+
+def free_address() -> str:
+    """An address where nothing listens, for one service after the other, and for none.
+
+    Below the ports that connections of this host are given: one of those would have it when a
+    service that was killed starts again.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(first_given // 2, first_given), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
+    raise RuntimeError("no port is free")
 
 
 def answers_http(url: str) -> Callable[[], bool]:
@@ -192,7 +220,7 @@ def tier_process(folder: Path, memory: str, disk: str) -> tuple[Served, str]:
     path = folder / "tier.sock"
     command = [
         sys.executable, "-m", "kvtier_tierd", "--listen", f"unix:{path}",
-        "--store", "memory+disk", "--memory", memory, "--disk-path", str(folder / "disk"),
+        "--store", "memory+disk", "--memory", memory, "--disk-path", str(folder / "disk" / "store"),
         "--disk", disk, "--refresh-workers", "1",
     ]  # fmt: skip
     return Served("tier", command, folder, answers_socket(path)), f"unix:{path}"
@@ -212,8 +240,12 @@ def server_process(
 
 
 __all__ = [
+    "LOOK_S",
+    "ProcessError",
     "Served",
-    "SoakError",
+    "accepts",
+    "answers_http",
+    "free_address",
     "redis_process",
     "server_process",
     "tier_process",
