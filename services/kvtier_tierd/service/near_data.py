@@ -212,6 +212,7 @@ def _choose(
     from kvtier.tier.near_data.messages import Entries, decode_queries
 
     layout = spans[0].layout
+    names_of(namespace, [queries.key])
     if max(queries.heads, default=0) >= layout.num_kv_heads:
         raise UsageError("heads", f"below {layout.num_kv_heads}", list(queries.heads))
     window = decode_queries(queries, layout.head_dim)
