@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from benchmarks.soak import __main__ as soak
-from benchmarks.soak.clients import MOVED
+from benchmarks.soak.clients import KEPT_WHOLE, MOVED
 from benchmarks.soak.faults import DISK_FULL
 from benchmarks.soak.models import EVERYTHING, FIRST, LOCALITY, SECOND
 from benchmarks.soak.report import FAULTS, KINDS, make_bars, make_table
@@ -109,10 +109,15 @@ def test_bad_input_is_refused_by_name(capsys) -> None:
     assert "--minutes" in capsys.readouterr().err
 
 
+# The bars that no machine is too slow for.
+NEVER = ("answers with a wrong token", "answers with a wrong log", "failed", "accounts", "memory")
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path) -> None:
-    """Two minutes of load; memory, which fills up for longer, must not double."""
+    """Two minutes of load; memory, which fills up for longer, must not double. A busy machine comes
+    to less in them, so what a whole soak has to come to, and how soon, is not asked."""
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.soak"]
     flags = ["--minutes", "2", "--most-growth", "1.0", "--out", str(out)]
@@ -124,6 +129,8 @@ def test_a_few_minutes_serve_nothing_wrong_and_fail_no_request(tmp_path: Path) -
     told = done.stdout + done.stderr
     assert out.exists(), told
     document = json.loads(out.read_text())
-    assert [bar for bar in document["bars"] if not bar["met"]] == [], told
-    assert done.returncode == 0, told
+    never = [bar for bar in document["bars"] if bar["bar"].startswith(NEVER)]
+    assert len(never) == len(NEVER)
+    assert [bar for bar in never if not bar["met"]] == [], told
     assert document["outcome"]["requests"]["finished"] > 0
+    assert document["outcome"]["compared"][KEPT_WHOLE]["tokens"] > 0
