@@ -53,6 +53,7 @@ def test_bad_input_is_refused_by_its_flag(flags, says, trace, tmp_path, capsys):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_long_contexts_fit_a_small_replica_because_fewer_are_in_flight(capsys):
     flags = ["--model", "llama-3-8b", "--tp", "1", "--context-tokens", "32768", "--replicas", "2"]
     assert main(["plan", "-q", "--sessions", "8", "--slo-ttft", "60000", *flags]) == 0
