@@ -1,6 +1,6 @@
 """The way from the soak's engines to their tier, which is not to be trusted.
 
-engine ── TCP ──> proxy ── socket ──> tier
+engine ── TCP ──> proxy ── socket or TCP ──> tier
 
 slow       every piece of a connection comes later: calls take ten times as long, or longer
            than their deadline
@@ -28,13 +28,13 @@ FLIPPED, RESET = 0.5, 0.2
 
 
 class Proxy:
-    """Forwards what comes to `listen`, host:port, to the socket `target`.
+    """Forwards what comes to `listen`, host:port, to `target`, a socket or host:port.
 
     fault: one of WAYS, for as long as it is set. done: pieces that came late, pieces with
     a flipped bit, and connections that were reset.
     """
 
-    def __init__(self, listen: str, target: Path, rng: random.Random) -> None:
+    def __init__(self, listen: str, target: Path | str, rng: random.Random) -> None:
         self.listen, self._target, self._rng = listen, target, rng
         self._writers: set[asyncio.StreamWriter] = set()
         self._connections: set[asyncio.Task[None]] = set()
@@ -61,7 +61,7 @@ class Proxy:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            upstream, onward = await asyncio.open_unix_connection(self._target)
+            upstream, onward = await self._open()
         except OSError:
             writer.transport.abort()
             return
@@ -71,6 +71,12 @@ class Proxy:
             self._pump(reader, onward, writer), self._pump(upstream, writer, writer)
         )
         self._writers -= both
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._target, Path):
+            return await asyncio.open_unix_connection(self._target)
+        host, _, port = self._target.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
 
     async def _pump(
         self,

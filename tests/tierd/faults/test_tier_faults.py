@@ -13,14 +13,14 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import pytest
 from live_tier import LAYOUT, fetch, in_process, key_of, live_tier, payload_of
 from waiting import SAFETY_S, wait_for
 
-from benchmarks.tier.faults.processes import free_address
-from benchmarks.tier.faults.proxies import Resetting
+from benchmarks.common.processes import free_address
+from benchmarks.soak.proxy import RESETS, Proxy
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.breaker import Breaker
 from kvtier.tier.link.link import TierLink
@@ -145,17 +145,17 @@ def fleet(address: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[Fleet]:
 
 
 @contextmanager
-def resetting(target: str) -> Iterator[tuple[Resetting, str]]:
-    """A proxy that resets the connections through it while it is `active`, and its address."""
+def forwarding(target: str) -> Iterator[Proxy]:
+    """A proxy whose loop has a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="proxy")
     thread.start()
-    address = free_address()
-    proxy = Resetting(address, target, seed=1)
+    proxy, stack = Proxy(free_address(), target, random.Random(1)), AsyncExitStack()
     try:
-        asyncio.run_coroutine_threadsafe(proxy.start(), loop).result(SAFETY_S)
-        yield proxy, address
-        asyncio.run_coroutine_threadsafe(proxy.stop(), loop).result(SAFETY_S)
+        started = stack.enter_async_context(proxy.forwarding())
+        asyncio.run_coroutine_threadsafe(started, loop).result(SAFETY_S)
+        yield proxy
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(SAFETY_S)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(SAFETY_S)
@@ -191,14 +191,14 @@ def test_connections_that_are_reset(tmp_path, memory_directory):
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with (
         live_tier(tmp_path, *flags) as tier,
-        resetting(tier.address) as (proxy, address),
-        fleet(address) as engines,
+        forwarding(tier.address) as proxy,
+        fleet(proxy.listen) as engines,
     ):
         while engines.failed < HITS:
             engines.load()
-            enough, proxy.active = engines.failed + LINKS, True
+            enough, proxy.fault = engines.failed + LINKS, RESETS
             engines.load_until(lambda enough=enough: engines.failed >= enough)
-            proxy.active = False
+            proxy.fault = None
             engines.settle()
 
 
