@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_samples import a_card, a_layer, write_memory
+from small_memories import a_card, a_layer, write_memory
 from text_models import write_llama
 
 from kvtier.errors import MemoryFileError, MemoryMismatchError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from calibration.redis_server import RedisServer, redis_server
-from memory_samples import write_memory
+from small_memories import write_memory
 from text_models import write_llama
 
 from kvtier.cli import main
