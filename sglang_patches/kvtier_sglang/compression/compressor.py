@@ -139,13 +139,16 @@ class Compressor:
         slots = node.value[span.begin : span.end]
         keep = span.num_tokens if node.choice is None else node.choice.kept_tokens
         assert keep > 0, "a span of which nothing stays"
-        stay, free = self.selection.compact(slots, node.start + span.begin, keep)
-        if free.numel():
+        first, alloc = node.start + span.begin, self.allocator.alloc_bundles
+        stay, free = self.selection.compact(slots, first, keep, alloc)
+        gone = span.num_tokens - stay.numel()
+        if gone:
             node.dropped = span
             node.kept_entries = whole_pages(keep, span.num_tokens, self.page)
-            node.value[span.begin : span.end] = self.allocator.compact(stay, free)
-            self.counters["compacted_tokens"] += free.numel()
-        return free.numel()
+            row = self.allocator.compact(stay, free, span.num_tokens)
+            node.value[span.begin : span.end] = row
+            self.counters["compacted_tokens"] += gone
+        return gone
 
     def _wanted(
         self,

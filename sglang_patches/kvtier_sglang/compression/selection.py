@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -112,7 +112,7 @@ class PackedSelection(ABC):
         self, slots: torch.Tensor, first_position: int, keep: int, whole: int
     ) -> Kept | None:
         """Choose what is kept of a span; None where it stays as it is. The arguments are those of
-        `compact`; whole: how many of the slots are in whole bundles."""
+        `compact`; whole: how many slots of whole bundles there are."""
 
     @abstractmethod
     def slots_of(self, keep: int, tokens: int) -> int:
@@ -120,17 +120,26 @@ class PackedSelection(ABC):
         `compact`."""
 
     def compact(
-        self, slots: torch.Tensor, first_position: int, keep: int
+        self,
+        slots: torch.Tensor,
+        first_position: int,
+        keep: int,
+        alloc_bundles: Callable[[int], torch.Tensor | None] = lambda _: None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Pack what is chosen of a span into whole bundles of its slots. Returns those, and the
         others, which the caller frees.
 
         slots: [tokens] int64 in order of position, the first at `first_position`. No request may be
         reading them. keep: entries of the span that an anchored head keeps, or a head on average.
+        alloc_bundles: slots of so many free bundles, for what the span's own lack, so that what is
+        kept does not depend on where its tokens were put.
         """
         packed = self.pool.packed
         assert packed is not None, "a pool that does not pack"
         ordered, whole = bundles_first(slots)
+        stay = self.slots_of(keep, slots.numel())
+        if whole < stay < slots.numel() and (more := alloc_bundles(stay - whole)) is not None:
+            ordered, whole = torch.cat((ordered[:whole], more, ordered[whole:])), stay
         chosen = self.choose(slots, first_position, keep, whole)
         if chosen is None:
             return slots, slots[:0]

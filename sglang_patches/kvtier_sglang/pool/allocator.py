@@ -96,10 +96,11 @@ class BundleAllocator(TokenToKVPoolAllocator):
             self.unsorted = self.changed = True
         super().free(free_index)
 
-    def compact(self, stay: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-        """Give back the slots of a span that are not to `stay`. Returns the span as the tree keeps
-        it, 0 where a slot went."""
-        kept = torch.cat((stay, torch.zeros_like(free)))
+    def compact(self, stay: torch.Tensor, free: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Give back what is `free` now of a span of so many tokens. Returns the span as the tree
+        keeps it, 0 where a slot went."""
+        kept = stay.new_zeros(tokens)
+        kept[: stay.numel()] = stay
         self.free(free)
         return kept
 

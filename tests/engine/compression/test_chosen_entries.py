@@ -166,11 +166,34 @@ def test_nothing_is_left_of_a_warm_up(name):
     assert BundleAllocator(pool).check_integrity() == []
 
 
+def test_what_is_kept_does_not_depend_on_where_a_span_was_put():
+    """Bundles that its slots do not have are free ones."""
+    allocator = BundleAllocator(pool := a_pool(0))
+    held = allocator.alloc(SLOTS // 2)
+    allocator.free(held[::2])
+    allocator.merge_and_sort_free()
+    loose = allocator.free_pages[-40:]
+    allocator.free_pages = allocator.free_pages[:-40]
+    assert bundles_first(loose)[1] == 0
+    keys = [layer.k[loose, head].clone() for layer in pool.kv for head in range(HEADS)]
+    selection = AdaptiveSelection(pool, LastDimension(), [None] * LAYERS)
+    stay, free = selection.compact(loose, 0, 20, allocator.alloc_bundles)
+    row = allocator.compact(stay, free, 40)
+    assert torch.equal(row, torch.cat((stay, row.new_zeros(8))))
+    (span,) = pool.packed.in_row(stay)
+    chosen = adaptive_selection(torch.stack([k[:, -1] for k in keys]), 32)
+    for (k, _), key, mine in zip(by_column(pool, span), keys, chosen, strict=True):
+        torch.testing.assert_close(k, key[mine])
+    assert allocator.check_integrity() == []
+    allocator.free(torch.cat((stay, held[1::2])))
+    assert allocator.available_size() == SLOTS
+
+
 def test_slots_that_are_freed_are_ordinary_again_and_one_that_is_packed_and_free_is_noticed():
     allocator = BundleAllocator(pool := a_pool(0))
     slots = allocator.alloc(60)
     stay = compacted(pool, slots, 32).slots
-    allocator.compact(stay, slots[~torch.isin(slots, stay)])
+    allocator.compact(stay, slots[~torch.isin(slots, stay)], 60)
     assert allocator.check_integrity() == []
     assert allocator.available_size() == SLOTS - 32
     held = allocator.free_pages

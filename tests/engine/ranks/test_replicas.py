@@ -24,8 +24,7 @@ def test_two_replicas_that_take_turns_say_what_one_server_says(tmp_path):
     """
     rng = random.Random(8)
     lengths = [(700, 1200), *[(20, 90)] * (TURNS - 1)]
-    turns = [[tokens(rng, rng.randrange(*of)) for _ in range(SESSIONS)] for of in lengths]
-    sessions = [list(one) for one in zip(*turns, strict=True)]
+    sessions = [[tokens(rng, rng.randrange(*of)) for of in lengths] for _ in range(SESSIONS)]
     rounds = one_by_one(sessions, 8)
     alone = serve(tmp_path, 1, rounds, ENV)
     replicas = {"dp_size": 2, "load_balance_method": "round_robin"}
