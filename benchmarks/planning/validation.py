@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,10 @@ from kvtier.errors import StartupError
 from kvtier.plan.calibration import Calibration, cache_of, calibrate
 from kvtier.plan.fleet import FleetPlan
 from kvtier.plan.simulate import simulate
-from kvtier.reading import read_text
 from kvtier.traffic.formats import read_trace
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.probe import probe_trace
-from kvtier.traffic.trace import BLOCK_TOKENS
+from kvtier.traffic.trace import BLOCK_TOKENS, Trace
 
 POLICIES = "full,kvtier,kvtier-tier"
 # These settings of a full-sized server, in tokens, are scaled like the lengths.
@@ -70,20 +70,17 @@ def declare(arguments: Arguments) -> None:
 
 
 def run(options: Options) -> Measured:
-    recorded = read_trace(Path(options.trace))  # a bad file is refused before an engine starts
+    # A bad file is refused before an engine starts.
+    recorded = read_trace(Path(options.trace), spread_s=options.spread, seed=options.seed)
     with scaled_windows(options.block_tokens), tempfile.TemporaryDirectory() as name:
         probe = Path(name) / "probe.jsonl"
         token_s = TOKEN_S * options.block_tokens / BLOCK_TOKENS
         probe_trace(PROBE_GAP_S, token_s).write(probe)
         calibrating = replay(options, probe, PROBE_BUDGET, options.block_tokens)
-        trace, more = Path(options.trace), ["--requests", str(options.requests)]
-        if recorded.block_tokens != BLOCK_TOKENS:
-            trace, more = Path(name) / "sessions.jsonl", ["--spread", str(options.spread)]
-            lines = read_text(Path(options.trace), "--trace").split("\n")
-            trace.write_text("\n".join(lines[: options.sessions]))
-        block_tokens = max(1, options.block_tokens * recorded.block_tokens // BLOCK_TOKENS)
-        more += ["--speed", str(options.speed)]
-        judged = replay(options, trace, options.kv_budget, block_tokens, *more)
+        trace = Path(name) / "judged.jsonl"
+        beginning(recorded, options).write(trace)
+        speed = str(options.speed)
+        judged = replay(options, trace, options.kv_budget, options.block_tokens, "--speed", speed)
         rows = [
             compare(judged, real, calibrate(probed, cache_of(probed, calibrating.settings)))
             for probed, real in zip(calibrating.runs, judged.runs, strict=True)
@@ -96,6 +93,17 @@ def run(options: Options) -> Measured:
         "replayed": [one.summary.model_dump() for one in judged.runs],
     }
     return Measured(figures, [bar for row in rows for bar in bars(row)])
+
+
+def beginning(recorded: Trace, options: Options) -> Trace:
+    """Return the first sessions of a trace whose requests wait for answers, subagents included, and
+    the first requests of another."""
+    if all(one.delay_s is None for one in recorded.requests):
+        return recorded.first(options.requests)
+    roots = [str(one.session).partition("/")[0] for one in recorded.requests]
+    first = list(dict.fromkeys(roots))[: options.sessions]
+    pairs = zip(roots, recorded.requests, strict=True)
+    return replace(recorded, requests=tuple(one for root, one in pairs if root in first))
 
 
 @contextmanager

@@ -19,6 +19,10 @@ as it was.
 This request takes nothing of what stood behind an edit, and drops the contexts that have it: they
 have seen what stood there before.
 
+    {"kvtier": {"done": true}}
+
+This request is the last of its session: the KV of the session is evicted before any other.
+
     {"kvtier": {"retention": 0.1}}
 
 The turns of this session keep at most this share, and never more than the server's rule says. All
@@ -36,9 +40,9 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from kvtier.errors import UsageError
 
 # These are the names in a request's `custom_params`.
-PARAMS, EXACT, MEASURE, FORGET = "kvtier", "exact", "measure", "forget"
+PARAMS, EXACT, MEASURE, FORGET, DONE = "kvtier", "exact", "measure", "forget", "done"
 RETENTION = "retention"
-_FLAGS = (EXACT, MEASURE, FORGET)
+_FLAGS = (EXACT, MEASURE, FORGET, DONE)
 # The ids of the requests by which a server measures itself (shadow.py) begin so.
 SHADOW_RID_PREFIX = "kvtier-shadow-"
 
@@ -70,6 +74,11 @@ def asks_exactly(req: Any) -> bool:
 def asks_to_forget(req: Any) -> bool:
     """Return whether a request asks to drop the contexts that have what stands behind its edits."""
     return _asks(req, FORGET)
+
+
+def is_done(req: Any) -> bool:
+    """Return whether a request says that it is the last of its session."""
+    return _asks(req, DONE)
 
 
 def measures(req: Any) -> bool:
@@ -129,6 +138,7 @@ __all__ = [
     "asked_of",
     "asks_exactly",
     "asks_to_forget",
+    "is_done",
     "is_of_a_client",
     "measures",
     "note_recomputed",

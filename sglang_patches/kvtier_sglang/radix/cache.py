@@ -55,10 +55,16 @@ from kvtier_sglang.radix.request_states import RequestState, RequestStates
 from kvtier_sglang.radix.restorer import Restorer, continues
 from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
-from kvtier_sglang.radix.turn_end import compress_path, remove_path
+from kvtier_sglang.radix.turn_end import compress_path, evict_first, remove_path
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
-from kvtier_sglang.request_options import measures, note_recomputed, own_from, wants_exact
+from kvtier_sglang.request_options import (
+    is_done,
+    measures,
+    note_recomputed,
+    own_from,
+    wants_exact,
+)
 from kvtier_sglang.tier.connector import TierConnector
 from kvtier_sglang.tier.prefetch import FAILED
 
@@ -438,6 +444,8 @@ class KvtierRadixCache(VariantRadixTree):
         if not self.disable and (checkpointed or req.finished()):
             if begin is None:
                 compress_path(self, self.compressor, req.last_node)
+                if account is not None and is_done(req):
+                    evict_first(req.last_node, account.session)
             else:
                 remove_path(self, req.last_node, begin)
         turn = self.requests.of(req.rid).turn

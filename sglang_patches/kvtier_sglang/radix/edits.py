@@ -37,6 +37,7 @@ from kvtier_sglang.radix.matching import cut_window
 from kvtier_sglang.radix.node import KvNode, descendants
 from kvtier_sglang.radix.request_states import RequestState
 from kvtier_sglang.radix.tree import VariantRadixTree
+from kvtier_sglang.radix.turn_end import evict_first
 from kvtier_sglang.request_options import asks_to_forget
 
 # KV that was turned so often is computed again, as every turn rounds. Codes may be turned less
@@ -184,7 +185,8 @@ class Edits:
         for lock in reversed(locks):
             tree.unlock(lock)
         if copy is not None and run.stop - run.shift == run.node.stop:
-            _let_prioritize(run.node)
+            # Most likely nobody asks for it again.
+            evict_first(run.node)
         return node
 
     def _drop(self, node: KvNode, matched: KvNode) -> None:
@@ -216,16 +218,6 @@ class Edits:
         tree.remember(node)
         tree.counters["moved_tokens"] += len(key)
         return node
-
-
-def _let_prioritize(node: KvNode) -> None:
-    """Have the context that ends with this node evicted before any other: most likely nobody asks
-    for it again. Nodes stay that are locked, or that other contexts go through."""
-    for below, one in enumerate(node.path()):
-        # The last one has no child, and of those above each has the one below.
-        if one.lock_ref or len(one.children) > min(below, 1):
-            return
-        one.last_access_time = 0.0
 
 
 def _pieces(run: Run) -> list[Piece]:

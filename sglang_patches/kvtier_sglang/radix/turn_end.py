@@ -52,6 +52,18 @@ def _before(tree: VariantRadixTree, node: KvNode, stop: int) -> KvNode | None:
     return tree.split(node, tokens) if tokens >= LEAST_PART else None
 
 
+def evict_first(node: KvNode, session: str | None = None) -> None:
+    """Have the context that ends with this node evicted before any other. Nodes stay that are
+    locked, that other contexts go through, or that another session computed, where one is named."""
+    for below, one in enumerate(node.path()):
+        # The last one has no child, and of those above each has the one below.
+        if one.lock_ref or len(one.children) > min(below, 1):
+            return
+        if session is not None and one.session != session:
+            return
+        one.last_access_time = 0.0
+
+
 def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
     """Take the path to `node` out of the tree, down to position `begin`, as far as nothing else
     stands on it or uses it."""
@@ -63,4 +75,4 @@ def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
         node = parent
 
 
-__all__ = ["compress_node", "compress_path", "remove_path"]
+__all__ = ["compress_node", "compress_path", "evict_first", "remove_path"]

@@ -6,10 +6,13 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from tree_harness import MiniScheduler, run_turn
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.sampling.sampling_params import SamplingParams
+from tree_harness import MiniScheduler, matched, run_turn
 from tree_requests import context
 
 from kvtier.retention.shares import PAGE, FixedShare, TokenBudget
+from kvtier_sglang.radix.turn_end import evict_first
 from kvtier_sglang.tier.scopes import with_share
 
 
@@ -33,9 +36,38 @@ def test_a_session_keeps_at_most_the_share_that_it_asks_for(asked, pages):
     assert s.tree.compressor.retention.reasons == {"asked" if pages == 1 else "share": 1}
 
 
-def hits_beside(flood: Callable[[int], tuple[list[int], str | None]], requests: int) -> int:
+DONE = {"sampling_params": SamplingParams(custom_params={"kvtier": {"done": True}})}
+
+
+def test_a_session_that_is_done_is_evicted_before_older_ones():
+    s, system = MiniScheduler(share=FixedShare(0.7)), context(30)
+    first, second, third = ([*system, *context(40, seed)] for seed in (1, 2, 3))
+    run_turn(s, first, [])
+    run_turn(s, second, [])
+    last = run_turn(s, [*second, *context(40, seed=4)], [], **DONE).last_node
+    run_turn(s, third, [])
+    s.tree.evict(EvictParams(num_tokens=last.num_slots + last.parent.num_slots))
+    found = [matched(s, one) for one in (first, second, third)]
+    assert (found[0], found[2]) == (len(first), len(third))
+    assert found[1] <= len(system)
+
+
+def test_of_a_session_that_is_done_others_tokens_stay_as_new_as_they_are():
+    s, system = MiniScheduler(share=FixedShare(0.7)), context(30)
+    run_turn(s, [*system, *context(40, seed=1)], [])
+    theirs = next(s.tree.nodes()).session
+    last = run_turn(s, [*system, *context(40, seed=2)], [], **DONE).last_node
+    s.tree.remove_leaf(next(n for n in s.tree.nodes() if n.session == theirs and not n.children))
+    evict_first(last, last.session)
+    times = {node.session: node.last_access_time for node in last.path()}
+    assert times[last.session] == 0.0 < times[theirs]
+
+
+def hits_beside(
+    flood: Callable[[int], tuple[list[int], str | None]], requests: int, **asked
+) -> int:
     """The tokens that three sessions find again over four turns, another client sending so many
-    requests between any two of theirs."""
+    requests between any two of theirs. asked: other fields of those."""
     s, sent, found = MiniScheduler(share=FixedShare(0.7)), itertools.count(), 0
     sessions = [context(30, seed) for seed in range(3)]
     for turn, index in itertools.product(range(4), range(3)):
@@ -44,17 +76,19 @@ def hits_beside(flood: Callable[[int], tuple[list[int], str | None]], requests: 
         sessions[index] = [*request.full_untruncated_fill_ids, *context(15, seed=turn)]
         for number in itertools.islice(sent, requests):
             prompt, key = flood(number)
-            run_turn(s, prompt, [], extra_key=key)
+            run_turn(s, prompt, [], extra_key=key, **asked)
     return found
 
 
 def test_a_client_that_floods_with_hints_harms_no_more_than_one_without():
-    """Each hint names another share, so each is a namespace of its own."""
+    """Each share that is named is a namespace of its own. Who is done each time makes room."""
     requests = 4
     alone = hits_beside(lambda number: ([], None), 0)
     prompts = hits_beside(lambda number: ([100 + number, *context(59)], None), requests)
+    done = hits_beside(lambda number: ([100 + number, *context(59)], None), requests, **DONE)
     shares = hits_beside(
         lambda number: ([100, *context(59)], with_share(None, (number + 1) / 100)), requests
     )
     assert prompts < alone, "the flood presses nobody"
     assert prompts <= shares <= alone
+    assert prompts < done <= alone
