@@ -1,5 +1,6 @@
 """Requests that want something of their own of a server that compresses: log-probabilities of the
-prompt, an exact answer, a measurement, a smaller share; and nobody else notices."""
+prompt, an exact answer, a measurement, a smaller share, to be evicted first; and nobody else
+notices."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ HELD = FIRST + ANSWER - 1
 STARTS = (None, 0, 10, 500, FIRST + ANSWER, FIRST + ANSWER + 30)
 EXACTLY = {"custom_params": {"kvtier": {"exact": True}}}
 MEASURED = {"custom_params": {"kvtier": {"measure": True}}}
+DONE = {"custom_params": {"kvtier": {"done": True}}}
 LESS = {"custom_params": {"kvtier": {"retention": 0.1}}}
 
 rng = random.Random(3)
@@ -53,6 +55,7 @@ STORIES: dict[str, list[tuple[dict[str, Any], Any]]] = {
         *((TURN, None), (AGAIN, 0), (AGAIN | EXACTLY, 0), (AGAIN, 0)),
         *((LATER | EXACTLY, 1), (LATER, 1)),
     ],
+    "done": [(TURN, None), (AGAIN | DONE, 0), (AGAIN, 0), (LATER, 1)],
     "measured": [
         (TURN, None),
         # The answer to `AGAIN` is the end of this prompt.
@@ -168,6 +171,12 @@ def test_a_request_that_measures_is_told_what_this_server_would_say(told):
     assert measured["prompt_logprobs"][1:] == pytest.approx(plain["logprobs"], abs=1e-4)
     assert measured["cached_tokens"] == again["cached_tokens"] == plain["cached_tokens"] == HELD
     assert_same(again, plain)
+
+
+def test_a_session_that_is_done_goes_on_as_it_was_while_there_is_room(told):
+    for ours, theirs in zip(told[0]["done"][1:], told[0]["plain"][1:], strict=True):
+        assert_same(ours, theirs)
+        assert ours["cached_tokens"] == theirs["cached_tokens"]
 
 
 def test_a_session_that_keeps_less_changes_nothing_of_others_with_the_same_prompt(told):
