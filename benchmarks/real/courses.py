@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.real.keeping import ADAPTIVE_RULE
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.held import Held, Refresh, newest_queries, stacked
-from kvtier.heads.reference.attention import Block
-from kvtier.heads.reference.compaction import AdaptiveSession, joined
+from kvtier.heads.reference.attention import Block, joined
+from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import (
     CUT_WINDOW,
@@ -325,10 +325,10 @@ def _used(session: AdaptiveSession) -> float | None:
         return None
     page = coded_shape(session.bits, shape_of(session.model).head_dim).entries
     used = 0
-    for blocks in chain.from_iterable(session.positions):
-        for at, coded in zip(blocks, session.coded, strict=True):
-            codes = int(((coded.start <= at) & (at < coded.stop)).sum())
-            used += len(at) - codes + PAGE * -(-codes // page)
+    for cache in chain.from_iterable(session._by_head):
+        for block, coded in zip(cache.settled, session.coded, strict=True):
+            codes = block.between(coded.start, coded.stop).k.shape[1]
+            used += block.k.shape[1] - codes + PAGE * -(-codes // page)
     return used
 
 

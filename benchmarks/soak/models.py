@@ -11,7 +11,7 @@ from pathlib import Path
 from uuid import NAMESPACE_URL, uuid5
 
 from kvtier.calibration.documents import ProfileDocument, load_curve
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.config import load_settings
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.profile import full_profile, load_profile

@@ -5,24 +5,32 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvtier.calibration.defaults import WORTH_FILE
+from kvtier.calibration.curves import Measurement, unseen_tasks
+from kvtier.calibration.defaults import WORTH_FILE, calibration_folder
+from kvtier.calibration.documents import CurveDocument, Document, ProfileDocument, WorthDocument
+from kvtier.calibration.keys import Key
+from kvtier.calibration.picture import draw_curve
+from kvtier.calibration.store.directory import open_store
 from kvtier.config import Settings, load_settings
 from kvtier.errors import CalibrationDocumentError, StoreError, UsageError
 from kvtier.heads.cli import MODEL_HELP, add_heads_parser, add_tokens_parser
 from kvtier.heads.methods import DEFAULT_METHOD, Target
-from kvtier.heads.model.config import located
-from kvtier.heads.progress import shown_progress
+from kvtier.heads.model.config import (
+    located,
+    model_name,
+    model_shape,
+    read_config,
+    weights_revision,
+)
+from kvtier.heads.model.support import check_supported, windows_of
+from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.heads.progress import Progress, shown_progress
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
-    from kvtier.calibration.curves import Measurement
-    from kvtier.calibration.documents import WorthDocument
-    from kvtier.calibration.measuring import CalibratedCurve
-    from kvtier.heads.profile import HeadProfile
-    from kvtier.heads.progress import Progress
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -94,55 +102,45 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Handler of `kvtier calibrate`. Raises KvtierError; returns the exit code 0."""
     if options.model_path is None:
         raise UsageError("--model-path", "a local model directory", None)
-    asked = _asked_parts(options)
     settings, lengths = _checked(options)
-    parts = _parts(options.model_path, asked)
+    parts, model = _parts(options), options.model_path
     compete = _heads_compete(settings)
     profile: HeadProfile | None = None
-    curve: CalibratedCurve | None = None
-    worth: Path | None = None
-    said: list[str] = []
+    found, said = list[Document](), list[str]()
     with shown_progress(options.quiet) as progress:
         if compete:
             if "tokens" in parts and settings.scorer.file is None:
-                said += _tokens(options, progress)
-                worth = options.out / WORTH_FILE
+                file = options.out / WORTH_FILE
+                said += _tokens(options, file, progress)
+                # Servers without a Redis read the file as it is.
+                if settings.redis.url is not None:
+                    found.append(WorthDocument.of(model_name(model), weights_revision(model), file))
             if "curve" in parts:
                 every, settings = _every_head(options), _competing(options, settings)
-                curve = _curve(options, settings, every, lengths, progress)
+                curve, about = _curve(options, settings, every, lengths, progress)
+                found, said = [*found, curve], said + about
         if "heads" in parts:
             profile, about = _heads(options, settings, lengths, progress)
-            said += about
+            found, said = [*found, ProfileDocument.of(profile)], said + about
         if "curve" in parts and not compete:
             known = profile or _profile(options, settings)
-            curve = _curve(options, settings, known, lengths, progress)
-    if not options.quiet and said:
-        print("\n".join(said))
-    return _finish(options, settings, profile, curve, worth)
+            curve, about = _curve(options, settings, known, lengths, progress)
+            found, said = [*found, curve], said + about
+    return _finish(options, settings, found, said)
 
 
-def _asked_parts(options: argparse.Namespace) -> Sequence[str] | None:
-    """Return the parts that were asked for. Raises UsageError for a part that there is none of."""
-    if options.parts is None:
-        return None
-    asked = [part.strip() for part in options.parts.split(",")]
+def _parts(options: argparse.Namespace) -> Sequence[str]:
+    """Return the parts to find of a model. Raises UsageError for a part that there is none of, and
+    UnsupportedModelError for what cannot be found of the model."""
+    asked = [part.strip() for part in (options.parts or "").split(",") if part]
     for part in asked:
         if part not in PARTS:
             raise UsageError("--parts", f"some of {', '.join(PARTS)}", part)
-    return asked
-
-
-def _parts(model_path: str, asked: Sequence[str] | None) -> Sequence[str]:
-    """Return the parts to find of a model. Raises UnsupportedModelError for what cannot be found of
-    it."""
-    from kvtier.heads.model.config import read_config
-    from kvtier.heads.model.support import check_supported, windows_of
-
-    config = read_config(model_path)
+    config = read_config(options.model_path)
     if not windows_of(config):
         return asked or PARTS
     parts = asked or ["tokens"]
-    check_supported(config, windows=list(parts) == ["tokens"])
+    check_supported(config, windows=parts == ["tokens"])
     return parts
 
 
@@ -159,15 +157,14 @@ def run_calibrate_curve(options: argparse.Namespace) -> int:
     else:
         profile = _profile(options, settings)
     with shown_progress(options.quiet) as progress:
-        curve = _curve(options, settings, profile, lengths, progress)
-    return _finish(options, settings, None, curve)
+        curve, said = _curve(options, settings, profile, lengths, progress)
+    return _finish(options, settings, [curve], said)
 
 
-def _tokens(options: argparse.Namespace, progress: Progress) -> list[str]:
+def _tokens(options: argparse.Namespace, file: Path, progress: Progress) -> list[str]:
     """Fit what tokens are worth; returns what to say about it."""
     from kvtier.heads.tokens import fit_tokens, summary
 
-    file = options.out / WORTH_FILE
     fit = fit_tokens(options.model_path, seed=options.seed, progress=progress)
     # A server that starts meanwhile reads all of it or nothing.
     staging = file.with_suffix(".tmp")
@@ -203,8 +200,6 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
     lengths = [parse_size(text, "--len") for text in options.len.split(",")]
-    from kvtier.calibration.defaults import calibration_folder
-    from kvtier.heads.model.config import read_config
     from kvtier.retention.rules import scorer_of
 
     if not (_heads_compete(settings) and settings.scorer.file is None):
@@ -218,8 +213,6 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
     except OSError as error:
         raise UsageError("--out", "a directory that can be made", str(options.out)) from error
     if not options.no_store:
-        from kvtier.calibration.store.opening import open_store
-
         with open_store(settings) as store:
             store.list()
     return settings, lengths
@@ -243,23 +236,15 @@ def _competing(options: argparse.Namespace, settings: Settings) -> Settings:
 
 
 def _every_head(options: argparse.Namespace) -> HeadProfile:
-    from kvtier.heads.model.config import model_shape, read_config
-    from kvtier.heads.profile import full_profile
-
     return full_profile(model_shape(read_config(options.model_path)))
 
 
 def _profile(options: argparse.Namespace, settings: Settings) -> HeadProfile:
-    from kvtier.calibration.documents import ProfileDocument
-    from kvtier.calibration.keys import profile_key
-    from kvtier.calibration.store.opening import open_store
-    from kvtier.heads.model.config import model_name, weights_revision
-    from kvtier.heads.profile import load_profile
-
     file = getattr(options, "head_profile", None) or settings.head_profile
     if file is not None:
         return load_profile(file)
-    key = profile_key(model_name(options.model_path), weights_revision(options.model_path))
+    model = options.model_path
+    key = Key.of("profile", model_name(model), weights_revision(model))
     with open_store(settings) as store:
         document = store.get(key)
     if not isinstance(document, ProfileDocument):
@@ -273,46 +258,32 @@ def _curve(
     profile: HeadProfile,
     lengths: list[int],
     progress: Progress,
-) -> CalibratedCurve:
+) -> tuple[CurveDocument, list[str]]:
+    """Fit and draw a curve; returns what to say about it, too."""
     from kvtier.calibration.measuring import calibrate_curve
-    from kvtier.calibration.picture import draw_curve
 
     curve = calibrate_curve(
         options.model_path, profile, settings, lengths=lengths, contexts=options.contexts,
         seed=options.seed, samples_file=options.samples_file, dtype=options.dtype,
         progress=progress,
     )  # fmt: skip
-    (options.out / CURVE_FILE).write_text(curve.document.to_json() + "\n")
-    draw_curve(
-        curve.document.curve, curve.measurements, options.out / CURVE_PICTURE, curve.document.model
-    )
-    return curve
+    document, measurements = curve.document, curve.measurements
+    (options.out / CURVE_FILE).write_text(document.to_json() + "\n")
+    draw_curve(document.curve, measurements, options.out / CURVE_PICTURE, document.model)
+    return document, describe_curve(document, measurements)
 
 
 def _finish(
-    options: argparse.Namespace,
-    settings: Settings,
-    profile: HeadProfile | None,
-    curve: CalibratedCurve | None,
-    worth: Path | None = None,
+    options: argparse.Namespace, settings: Settings, found: Sequence[Document], said: Sequence[str]
 ) -> int:
-    """Store what was found, and say so. The files are written by now, so nothing is lost.
-
-    worth: the file of what tokens are worth, which servers without a Redis read as it is.
-    """
-    from kvtier.calibration.measuring import publish
-    from kvtier.calibration.store.opening import open_store
-
+    """Say what was found, and store it. The files are written by now, so nothing is lost."""
     if not options.quiet:
-        if curve is not None:
-            print("\n".join(describe_curve(curve)))
-        print(f"files: {options.out}")
+        print("\n".join([*said, f"files: {options.out}"]))
     if options.no_store:
         return 0
     try:
         with open_store(settings) as store:
-            found = None if curve is None else curve.document
-            keys = publish(store, profile, found, _worth_document(options, settings, worth))
+            keys = [str(store.put(document)) for document in found]
     except (StoreError, CalibrationDocumentError) as error:
         raise type(error)(f"{error}; the result is in {options.out}, nothing is lost") from error
     if not options.quiet:
@@ -320,47 +291,27 @@ def _finish(
     return 0
 
 
-def _worth_document(
-    options: argparse.Namespace, settings: Settings, worth: Path | None
-) -> WorthDocument | None:
-    from kvtier.calibration.documents import WorthDocument
-    from kvtier.heads.model.config import model_name, weights_revision
-
-    if worth is None or settings.redis.url is None:
-        return None
-    model = options.model_path
-    return WorthDocument.of(model_name(model), weights_revision(model), worth)
-
-
-def describe_curve(curve: CalibratedCurve) -> list[str]:
-    """Describe how well the curve explains what was measured, and what it asks for."""
-    document = curve.document
+def describe_curve(document: CurveDocument, measurements: Sequence[Measurement]) -> list[str]:
+    """Describe how well a curve explains what was measured, what it asks for, and whether its
+    target holds where it was fitted to all other tasks."""
     held_out = document.held_out_rmse
     error = "not measured" if held_out is None else f"{held_out:.3f}"
     low, high = document.nll_min, document.nll_max
     shares = [
         f"{document.retention(SHOWN_QUALITY, nll):.0%}" for nll in (low, (low + high) / 2, high)
     ]
-    return [
+    said = [
         f"curve: {document.measurements} measurements of {document.contexts} contexts, "
         f"RMSE {document.rmse:.3f}, held out {error}, R2 {document.r2:.3f}",
         f"share kept at quality {SHOWN_QUALITY}: {shares[0]} at NLL {low:.2f} nats, "
         f"{shares[1]} halfway, {shares[2]} at {high:.2f}",
-        *_unseen(curve.measurements),
     ]
-
-
-def _unseen(measurements: Sequence[Measurement]) -> list[str]:
-    """Describe whether the target holds where the curve was fitted to all other tasks."""
-    from kvtier.calibration.curves import unseen_tasks
-
-    found = unseen_tasks(measurements, SHOWN_QUALITY)
-    if not found:
-        return []
-    share = sum(task.share for task in found) / len(found)
-    quality = sum(task.quality for task in found) / len(found)
-    worst = min(found, key=lambda task: task.quality)
-    return [
-        f"tasks left out of the curve's fit, quality {SHOWN_QUALITY}: {share:.0%} kept, quality "
-        f"{quality:.3f}; the worst is {worst.task}, {worst.share:.0%} and {worst.quality:.3f}"
-    ]
+    if unseen := unseen_tasks(measurements, SHOWN_QUALITY):
+        share, quality = fmean(one.share for one in unseen), fmean(one.quality for one in unseen)
+        worst = min(unseen, key=lambda task: task.quality)
+        said.append(
+            f"tasks left out of the curve's fit, quality {SHOWN_QUALITY}: {share:.0%} kept, "
+            f"quality {quality:.3f}; the worst is {worst.task}, {worst.share:.0%} and "
+            f"{worst.quality:.3f}"
+        )
+    return said

@@ -85,15 +85,6 @@ class Curve:
     nll_min: float
     nll_max: float
 
-    def __post_init__(self) -> None:
-        for name in ("alpha", "beta", "power", "nll_min", "nll_max"):
-            if not math.isfinite(getattr(self, name)):
-                raise UsageError(name, "a finite number", getattr(self, name))
-        if self.power <= 0:
-            raise UsageError("power", "more than 0", self.power)
-        if self.nll_min > self.nll_max:
-            raise UsageError("nll_min", f"at most nll_max ({self.nll_max})", self.nll_min)
-
     def half(self, nll: float) -> float:
         """m of a context with this NLL (nats). Raises UsageError for NaN."""
         if math.isnan(nll):
@@ -102,16 +93,12 @@ class Curve:
         return min(max(half, HALF_LIMITS[0]), HALF_LIMITS[1])
 
     def quality(self, retention: float, nll: float) -> float:
-        """f: quality in [0, 1] when `retention` in [0, 1] is kept. Raises UsageError."""
-        if not 0 <= retention <= 1:
-            raise UsageError("retention", "a share in [0, 1]", retention)
+        """f: quality in [0, 1] when `retention` in [0, 1] is kept."""
         half, power = np.float64(self.half(nll)), np.float64(self.power)
         return float(quality_at(np.float64(retention), half, power))
 
     def retention(self, quality: float, nll: float) -> float:
-        """r*: the share to keep, in (0, 1], for a quality in (0, 1]. Raises UsageError."""
-        if not 0 < quality <= 1:
-            raise UsageError("quality", "a target in (0, 1]", quality)
+        """r*: the share to keep, in (0, 1], for a quality in (0, 1]."""
         return retention_at(quality, self.half(nll), self.power)
 
 
@@ -150,22 +137,13 @@ def fit_curve(
 
     Raises UsageError for fewer than MIN_MEASUREMENTS, or when none of them compressed anything.
     """
-    check_measurements(measurements)
-    if not 1 <= underestimate_weight < math.inf:
-        raise UsageError(
-            "underestimate_weight", "a finite number of at least 1", underestimate_weight
-        )
-    return _solve(measurements, underestimate_weight)
-
-
-def check_measurements(measurements: Sequence[Measurement]) -> None:
-    """Raise UsageError for measurements that no curve can be fitted to."""
     if len(measurements) < MIN_MEASUREMENTS:
         raise UsageError(
             "measurements", f"at least {MIN_MEASUREMENTS} of them", f"{len(measurements)}"
         )
     if all(measurement.retention == 1 for measurement in measurements):
         raise UsageError("measurements", "some with a retention below 1", "only retention 1")
+    return _solve(measurements, underestimate_weight)
 
 
 @dataclass(frozen=True)
@@ -195,17 +173,14 @@ def weighted_rmse(
 
 
 def held_out_rmse(
-    measurements: Sequence[Measurement],
-    *,
-    folds: int = FOLDS,
-    underestimate_weight: float = UNDERESTIMATE_WEIGHT,
+    measurements: Sequence[Measurement], *, underestimate_weight: float = UNDERESTIMATE_WEIGHT
 ) -> float | None:
-    """RMSE in quality on contexts that the curve was not fitted to, over `folds` splits by context.
+    """RMSE in quality on contexts that the curve was not fitted to, over FOLDS splits by context.
 
     None when there is but one context, so that none can be left out.
     """
     contexts = sorted({measurement.context for measurement in measurements})
-    count = min(folds, len(contexts))
+    count = min(FOLDS, len(contexts))
     if count < 2:
         return None
     nll = [measurement.nll for measurement in measurements]

@@ -15,9 +15,8 @@ import logging
 from pathlib import Path
 
 from kvtier.calibration.documents import WorthDocument
-from kvtier.calibration.keys import WorthKey, worth_key
-from kvtier.calibration.store.directory import DirectoryStore, replace
-from kvtier.calibration.store.opening import DIRECTORY, open_store
+from kvtier.calibration.keys import Key
+from kvtier.calibration.store.directory import DIRECTORY, DirectoryStore, open_store, replace
 from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, StoreError
 from kvtier.heads.model.config import model_name, weights_revision
@@ -42,11 +41,11 @@ def fitted_worth(settings: Settings, model_path: str, revision: str | None = Non
         return None
     file = calibration_folder(settings, model_path, revision) / WORTH_FILE
     if settings.redis.url is not None:
-        _copy(settings, worth_key(model_name(model_path), weights), file)
+        _copy(settings, Key.of("worth", model_name(model_path), weights), file)
     return file if file.is_file() else None
 
 
-def _copy(settings: Settings, key: WorthKey, file: Path) -> None:
+def _copy(settings: Settings, key: Key, file: Path) -> None:
     """Let a file hold what the store does. Where that cannot be had it stays as it is."""
     try:
         with open_store(settings) as store:
@@ -65,7 +64,8 @@ def with_calibration(
 ) -> Settings:
     """The settings of a server of that model. Whatever was asked for stays as it is.
 
-    ranks: of tensor parallelism; heads compete where each has at least one of them.
+    ranks: of tensor parallelism; heads compete where each has at least one of them. Raises
+    UsageError for a file that is no map.
     """
     if not settings.heads_may_compete:
         return settings
@@ -77,9 +77,12 @@ def with_calibration(
     # Only now, as scorers import torch.
     from kvtier.retention.scorers import SCORERS
     from kvtier.retention.scorers.reconstruction import Reconstruction
+    from kvtier.retention.token_worth import TokenWorth
 
     name = scorer.name or Reconstruction.name
-    if name not in SCORERS or not SCORERS[name].comparable or ranks > _kv_heads(file):
+    if name not in SCORERS or not SCORERS[name].comparable:
+        return settings
+    if ranks > TokenWorth.load(file).weights.shape[1]:
         return settings
     return settings.model_copy(
         update={
@@ -88,20 +91,3 @@ def with_calibration(
             "retention": settings.retention if settings.compacts else DEFAULT_RETENTION,
         }
     )
-
-
-def _kv_heads(file: Path) -> int:
-    """Return the number of KV heads of the model that a map was fitted to. Raises UsageError for
-    another file."""
-    from kvtier.retention.token_worth import TokenWorth
-
-    return int(TokenWorth.load(file).weights.shape[1])
-
-
-__all__ = [
-    "DEFAULT_RETENTION",
-    "WORTH_FILE",
-    "calibration_folder",
-    "fitted_worth",
-    "with_calibration",
-]

@@ -5,9 +5,8 @@ Documents are immutable, know the model they were measured on, and refuse to be 
 that would make no curve. What reads one from outside uses `parse_document`, and `check_fits` before
 using a curve or a profile.
 
-A curve has some ten kilobytes and is five levels deep; what tokens are worth has megabytes (22 for
-a model of 80 layers with 8 KV heads of 128). JSON that is deeper than a parser can follow ends it
-with an error that is not its own, so it is refused before it is parsed.
+A curve has some ten kilobytes; what tokens are worth has megabytes (22 for a model of 80 layers
+with 8 KV heads of 128).
 """
 
 from __future__ import annotations
@@ -44,37 +43,24 @@ from kvtier.calibration.curves import (
     held_out_rmse,
 )
 from kvtier.calibration.evidence import Evidence, evidence_of
-from kvtier.calibration.keys import (
-    CurveKey,
-    Key,
-    MemoryKey,
-    ProfileKey,
-    WorthKey,
-    curve_key,
-    memory_key,
-    profile_key,
-    worth_key,
-)
+from kvtier.calibration.keys import DETAILS, Key
 from kvtier.errors import CalibrationDocumentError, CalibrationMismatchError
 from kvtier.heads.profile import HeadProfile, ModelShape
-from kvtier.reading import MAX_NESTING, first_problem, is_too_deep, parse_json
+from kvtier.reading import first_problem, parse_json
 
 MAX_DOCUMENT_BYTES = 1 << 20
 MAX_WORTH_BYTES = 32 << 20
 MAX_EXPORT_BYTES = 64 << 20
 
 
-def check_json_limits(text: str | bytes, max_bytes: int = MAX_DOCUMENT_BYTES) -> None:
-    """Raise CalibrationDocumentError for text of more than max_bytes or MAX_NESTING levels."""
-    raw = text.encode(errors="replace") if isinstance(text, str) else text
+def check_size(raw: bytes, max_bytes: int) -> None:
+    """Raise CalibrationDocumentError for text of more bytes."""
     if len(raw) > max_bytes:
         raise CalibrationDocumentError(f"document: larger than {max_bytes} bytes")
-    if is_too_deep(raw):
-        raise CalibrationDocumentError(f"document: nested deeper than {MAX_NESTING} levels")
 
 
 def read_limited(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-    """A file, or so much of one that is too large that `check_json_limits` refuses it.
+    """A file, or so much of one that is too large that `check_size` refuses it.
 
     Raises OSError.
     """
@@ -107,13 +93,25 @@ class Stored(BaseModel):
         return self.model_dump_json(indent=1)
 
 
-DocumentKind = TypeVar("DocumentKind", bound=Stored)
+class Document(Stored):
+    """A document of the store. kind: as in its key."""
+
+    kind: ClassVar[str]
+
+    @property
+    def key(self) -> Key:
+        """The document's key in the store."""
+        detail = DETAILS[self.kind]
+        return Key.of(self.kind, self.model, self.revision, detail and getattr(self, detail))
+
+
+DocumentKind = TypeVar("DocumentKind", bound=Document)
 
 
 def parsed(kind: type[DocumentKind], text: str | bytes) -> DocumentKind:
     """The document that `text` holds. Raises CalibrationDocumentError naming the field at fault."""
     raw = text.encode(errors="replace") if isinstance(text, str) else text
-    check_json_limits(raw, kind.max_bytes)
+    check_size(raw, kind.max_bytes)
     try:
         return kind.model_validate(parse_json(raw, "document", _refusal, finite=False))
     except ValidationError as error:
@@ -133,8 +131,10 @@ def check_same(what: str, found: dict[str, Any], served: dict[str, Any]) -> None
             )
 
 
-class ProfileDocument(Stored):
+class ProfileDocument(Document):
     """A head profile, with the same envelope as a curve."""
+
+    kind: ClassVar[str] = "profile"
 
     schema_version: Literal[1] = 1
     profile: HeadProfile
@@ -154,11 +154,6 @@ class ProfileDocument(Stored):
         """The document of a profile made just now."""
         return cls(model=profile.model, revision=profile.revision, profile=profile)
 
-    @property
-    def key(self) -> ProfileKey:
-        """The document's key in the store."""
-        return profile_key(self.model, self.revision)
-
     def check_fits(self, model: str, revision: str | None, shape: ModelShape) -> None:
         """Raise CalibrationMismatchError unless it was made for this model and head layout."""
         found = {"model": self.model, "revision": self.revision, "shape": self.profile.shape}
@@ -166,9 +161,10 @@ class ProfileDocument(Stored):
         check_same("head profile", found, served)
 
 
-class WorthDocument(Stored):
+class WorthDocument(Document):
     """weights: the file that `kvtier calibrate` fits, byte by byte."""
 
+    kind: ClassVar[str] = "worth"
     max_bytes: ClassVar[int] = MAX_WORTH_BYTES
 
     schema_version: Literal[1] = 1
@@ -179,16 +175,11 @@ class WorthDocument(Stored):
         """The document of a file that was fitted just now. Raises OSError."""
         return cls(model=model, revision=revision, weights=urlsafe_b64encode(file.read_bytes()))
 
-    @property
-    def key(self) -> WorthKey:
-        """The document's key in the store."""
-        return worth_key(self.model, self.revision)
-
 
 NAME_CHARACTERS = 100
 
 
-class MemoryDocument(Stored):
+class MemoryDocument(Document):
     """The document that `kvtier memory publish` stores; the numbers are from the memory's card.
 
     name:           what operators call it; one of its model's names
@@ -201,6 +192,8 @@ class MemoryDocument(Stored):
     nll_gap:        nats per token that the answers of held-out requests lose; None: not measured
     held_share:     bytes held, of those of the exact prefix; None: not measured
     """
+
+    kind: ClassVar[str] = "memory"
 
     schema_version: Literal[1] = 1
     name: str
@@ -233,11 +226,6 @@ class MemoryDocument(Stored):
             raise ValueError("nll_gap and held_share are measured together")
         return self
 
-    @property
-    def key(self) -> MemoryKey:
-        """The document's key in the store."""
-        return memory_key(self.model, self.revision, self.name)
-
 
 def is_memory_name(text: str) -> bool:
     """Return whether a published memory may be called so: people can type it, and a table can show
@@ -254,7 +242,7 @@ MAX_RETENTIONS = 512
 _ROUNDING = 1e-6  # m comes back from α·n + β with the last digits changed
 
 
-class CurveDocument(Stored):
+class CurveDocument(Document):
     """A fitted calibration curve and how well it explains what was measured.
 
     policy:             digest of what drops the tokens, with its parameters, as the curve's key
@@ -264,6 +252,8 @@ class CurveDocument(Stored):
     retentions:         shares that were measured, ascending; MAX_RETENTIONS of more, both ends in
     evidence:           measured points that the curve must fit as well as it says
     """
+
+    kind: ClassVar[str] = "curve"
 
     schema_version: Literal[2] = 2
     policy: str = Field(min_length=1)
@@ -319,11 +309,6 @@ class CurveDocument(Stored):
             retentions=self.retentions,
         )
         return self
-
-    @property
-    def key(self) -> CurveKey:
-        """The document's key in the store."""
-        return curve_key(self.model, self.revision, self.policy)
 
     @property
     def curve(self) -> Curve:
@@ -393,19 +378,14 @@ def load_curve(path: Path) -> CurveDocument:
         raise CalibrationDocumentError(f"curve: {path}: {error}") from error
 
 
-Document = CurveDocument | ProfileDocument | WorthDocument | MemoryDocument
-
-DOCUMENTS: dict[type[Key], type[Document]] = {
-    CurveKey: CurveDocument,
-    ProfileKey: ProfileDocument,
-    WorthKey: WorthDocument,
-    MemoryKey: MemoryDocument,
+DOCUMENTS: dict[str, type[Document]] = {
+    one.kind: one for one in (CurveDocument, ProfileDocument, WorthDocument, MemoryDocument)
 }
 
 
 def max_bytes(key: Key) -> int:
     """Return the most bytes that the text of a document under `key` may have."""
-    return DOCUMENTS[type(key)].max_bytes
+    return DOCUMENTS[key.kind].max_bytes
 
 
 def parse_document(key: Key, text: str | bytes) -> Document:
@@ -415,7 +395,7 @@ def parse_document(key: Key, text: str | bytes) -> Document:
     CalibrationMismatchError when the document belongs under another key.
     """
     try:
-        document = parsed(DOCUMENTS[type(key)], text)
+        document = parsed(DOCUMENTS[key.kind], text)
     except CalibrationDocumentError as error:
         raise CalibrationDocumentError(f"{key}: {error}") from error
     if document.key != key:

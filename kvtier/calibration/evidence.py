@@ -64,7 +64,11 @@ class Evidence(BaseModel):
                 "alpha, beta and power are not of the curve that was fitted to the measured "
                 f"points: weighted RMSE {found:.4f} instead of {self.weighted_rmse:.4f}"
             )
-        _check_rmse(goodness(curve, measured).rmse, rmse, measurements / len(measured))
+        # The squares of all measurements are at least those of some.
+        seen, whole = goodness(curve, measured).rmse, measurements == len(measured)
+        most = rmse * math.sqrt(measurements / len(measured))
+        if not (rmse if whole else 0.0) - MAX_DEVIATION <= seen <= most + MAX_DEVIATION:
+            raise ValueError(f"rmse: {rmse} is stated, and {seen:.4f} is found on the points")
 
 
 def evidence_of(
@@ -98,11 +102,3 @@ def _check_range(name: str, found: Sequence[float], stated: tuple[float, float])
             f"{name}: {stated[0]} … {stated[1]} is not the range of the measured points, which is "
             f"{min(found)} … {max(found)}"
         )
-
-
-def _check_rmse(found: float, stated: float, times_more: float) -> None:
-    """times_more: measurements per stored point. The squares of all are at least those of some."""
-    most = stated * math.sqrt(times_more)
-    least = stated if times_more == 1 else 0.0
-    if not least - MAX_DEVIATION <= found <= most + MAX_DEVIATION:
-        raise ValueError(f"rmse: {stated} is stated, and {found:.4f} is found on the points")

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from kvtier.calibration.curves import Measurement
-from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.held import Asker, selected
 from kvtier.heads.profile import HeadProfile, full_profile
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 from kvtier.heads.reference.compaction import NLL_STRIDE, ScoredSession
 from kvtier.heads.samples.questions import CalibrationSample, middle_of
 from kvtier.retention.head_budgets import adaptive_selection
@@ -139,46 +138,26 @@ def kept_tokens(retention: float, middle_tokens: int) -> int:
 
 
 def measure_curve(
-    prepare: Budgets,
-    samples: Sequence[CalibrationSample],
-    *,
-    retentions: Sequence[float] = RETENTIONS,
-    floor_nats: float = ANSWER_FLOOR_NATS,
-    progress: Progress = no_progress,
+    prepare: Budgets, samples: Sequence[CalibrationSample], progress: Progress = no_progress
 ) -> list[Measurement]:
-    """Every sample at every retention; one context at a time is held.
-
-    Raises UsageError for a retention outside (0, 1] or a floor that is not positive.
-    """
-    if not retentions or any(not 0 < r <= 1 for r in retentions):
-        raise UsageError("retentions", "numbers in (0, 1]", list(retentions))
-    if not floor_nats > 0:
-        raise UsageError("floor_nats", "more than 0 nats", floor_nats)
+    """Every sample at every one of RETENTIONS; one context at a time is held."""
     found = []
-    for index, sample in enumerate(samples):
-        progress("measuring kept shares", index, len(samples))
-        found += _measure(prepare(sample), sample.task, retentions, floor_nats, index)
-    progress("measuring kept shares", len(samples), len(samples))
+    for index, sample in enumerate(each(samples, "measuring kept shares", progress)):
+        found += _measure(prepare(sample), sample.task, index)
     return found
 
 
 @torch.inference_mode()
-def _measure(
-    context: RankedContext,
-    task: str,
-    retentions: Sequence[float],
-    floor_nats: float,
-    index: int,
-) -> list[Measurement]:
+def _measure(context: RankedContext, task: str, index: int) -> list[Measurement]:
     middle = context.middle_tokens
     full = context.loss(middle)
     return [
         Measurement(
             nll=context.nll,
             retention=keep / middle,
-            ratio=(full + floor_nats) / (context.loss(keep) + floor_nats),
+            ratio=(full + ANSWER_FLOOR_NATS) / (context.loss(keep) + ANSWER_FLOOR_NATS),
             context=index,
             task=task,
         )
-        for keep in sorted({kept_tokens(r, middle) for r in retentions})
+        for keep in sorted({kept_tokens(retention, middle) for retention in RETENTIONS})
     ]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from kvtier.errors import UsageError
@@ -29,19 +29,39 @@ PREFIX = "kvtier:v1:"
 UNKNOWN = "unknown"
 """Revision of a model whose weights have none."""
 
+DETAILS = {"curve": "policy", "profile": None, "worth": None, "memory": "name"}
+"""The part that a name has beside model and revision, if any, by kind of document."""
+
 
 @dataclass(frozen=True)
-class _Named:
-    """The part that all names share."""
+class Key:
+    """The name of a document.
 
-    kind: ClassVar[str]
+    kind:   one of DETAILS
+    detail: the digest of a curve's retention policy, or what its operator calls a prefix memory
+    """
 
+    kind: str
     model: str
     revision: str
+    detail: str | None = None
+
+    @classmethod
+    def of(cls, kind: str, model: str, revision: str | None, detail: str | None = None) -> Key:
+        """The key of a model's document; weights without a revision are UNKNOWN."""
+        return cls(kind, model, revision or UNKNOWN, detail)
+
+    @property
+    def policy(self) -> str | None:
+        return self.detail if self.kind == "curve" else None
+
+    @property
+    def name(self) -> str | None:
+        return self.detail if self.kind == "memory" else None
 
     def __str__(self) -> str:
         encoded = []
-        for name, part in asdict(self).items():
+        for name, part in zip(_parts(self.kind), astuple(self)[1:], strict=False):
             try:
                 encoded.append(quote(part, safe=""))
             except UnicodeEncodeError as error:
@@ -51,81 +71,23 @@ class _Named:
         return PREFIX + ":".join((self.kind, *encoded))
 
 
-@dataclass(frozen=True)
-class CurveKey(_Named):
-    """Name of the calibration curve of one retention policy; `policy` is its digest."""
-
-    kind: ClassVar[str] = "curve"
-
-    policy: str
-
-
-@dataclass(frozen=True)
-class ProfileKey(_Named):
-    """Name of a head profile."""
-
-    kind: ClassVar[str] = "profile"
-
-
-@dataclass(frozen=True)
-class WorthKey(_Named):
-    """Name of what a model's tokens are worth."""
-
-    kind: ClassVar[str] = "worth"
-
-
-@dataclass(frozen=True)
-class MemoryKey(_Named):
-    """Name of a published prefix memory; `name` is what its operator calls it."""
-
-    kind: ClassVar[str] = "memory"
-
-    name: str
-
-
-Key = CurveKey | ProfileKey | WorthKey | MemoryKey
-KINDS: dict[str, type[Key]] = {
-    kind.kind: kind for kind in (CurveKey, ProfileKey, WorthKey, MemoryKey)
-}
-
-
-def curve_key(model: str, revision: str | None, policy: str) -> CurveKey:
-    """The key of the curve of `policy` on a model; weights without a revision are UNKNOWN."""
-    return CurveKey(model, revision or UNKNOWN, policy)
-
-
-def profile_key(model: str, revision: str | None) -> ProfileKey:
-    """The key of the head profile of a model; weights without a revision are UNKNOWN."""
-    return ProfileKey(model, revision or UNKNOWN)
-
-
-def worth_key(model: str, revision: str | None) -> WorthKey:
-    """The key of what a model's tokens are worth; weights without a revision are UNKNOWN."""
-    return WorthKey(model, revision or UNKNOWN)
-
-
-def memory_key(model: str, revision: str | None, name: str) -> MemoryKey:
-    """The key of a model's published memory; weights without a revision are UNKNOWN."""
-    return MemoryKey(model, revision or UNKNOWN, name)
-
-
 def parse_key(text: str, argument: str = "key") -> Key:
     """Return the key of which the text is `str(key)`. Raises UsageError naming `argument` for
     anything else."""
-    name, *parts = text.removeprefix(PREFIX).split(":") if text.startswith(PREFIX) else ("",)
-    kind, values = KINDS.get(name), [unquote(part) for part in parts]
-    key: Key | None = None
-    if kind is not None and len(values) == len(fields(kind)) and all(values):
-        key = kind(*values)
+    kind, *parts = text.removeprefix(PREFIX).split(":") if text.startswith(PREFIX) else ("",)
+    values = [unquote(part) for part in parts]
+    known = kind in DETAILS and len(values) == len(_parts(kind)) and all(values)
+    key = Key(kind, *values) if known else None
     # A second spelling of a name would be a second place for the same document.
     if key is None or str(key) != text:
-        raise UsageError(argument, " or ".join(map(_pattern, KINDS.values())), text)
+        spelt = [":".join((kind, *map(str.upper, _parts(kind)))) for kind in DETAILS]
+        raise UsageError(argument, " or ".join(PREFIX + one for one in spelt), text)
     return key
 
 
-def _pattern(kind: type[Key]) -> str:
-    """Return the spelling of a kind's keys, for people."""
-    return PREFIX + ":".join((kind.kind, *(field.name.upper() for field in fields(kind))))
+def _parts(kind: str) -> list[str]:
+    """Return the names of the parts that keys of a kind have."""
+    return [part for part in ("model", "revision", DETAILS[kind]) if part is not None]
 
 
 DIGEST_CHARACTERS = 16

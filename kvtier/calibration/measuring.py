@@ -19,21 +19,9 @@ import numpy as np
 import torch
 
 from kvtier.calibration.curves import Measurement
-from kvtier.calibration.documents import (
-    CurveDocument,
-    Document,
-    ProfileDocument,
-    WorthDocument,
-    document_of_fit,
-)
-from kvtier.calibration.kept_shares import (
-    ANSWER_FLOOR_NATS,
-    RETENTIONS,
-    Budgets,
-    measure_curve,
-)
+from kvtier.calibration.documents import CurveDocument, document_of_fit
+from kvtier.calibration.kept_shares import ANSWER_FLOOR_NATS, Budgets, measure_curve
 from kvtier.calibration.keys import policy_digest
-from kvtier.calibration.store.base import CalibrationStore
 from kvtier.config import Settings
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
@@ -104,8 +92,6 @@ def calibrate_curve(
     contexts: int = DEFAULT_CONTEXTS,
     seed: int = 0,
     samples_file: Path | None = None,
-    retentions: Sequence[float] = RETENTIONS,
-    floor_nats: float = ANSWER_FLOOR_NATS,
     dtype: str | None = None,
     progress: Progress = no_progress,
 ) -> CalibratedCurve:
@@ -134,20 +120,15 @@ def calibrate_curve(
     progress("loading the model", 1, 1)
     kv_dtype = None if dtype is None else getattr(torch, dtype)
     anchored = None if scorer.comparable else profile
-    measurements = measure_curve(
-        Budgets(model, rule, scorer, anchored, settings.nll_stride, kv_dtype),
-        samples,
-        retentions=retentions,
-        floor_nats=floor_nats,
-        progress=progress,
-    )
+    prepare = Budgets(model, rule, scorer, anchored, settings.nll_stride, kv_dtype)
+    measurements = measure_curve(prepare, samples, progress)
     document = document_of_fit(
         measurements,
         model=model_name(model_path),
         revision=revision,
         policy=policy_digest(profile, rule, scorer),
         dtype=dtype or str(model.dtype).removeprefix("torch."),
-        answer_floor_nats=floor_nats,
+        answer_floor_nats=ANSWER_FLOOR_NATS,
         parameters={"lengths": list(lengths), "contexts_per_length": contexts, "seed": seed},
     )
     return CalibratedCurve(document, tuple(measurements))
@@ -159,19 +140,3 @@ def _torch_name(dtype: str) -> str:
     if name not in DTYPE_BYTES:
         raise UsageError("--dtype", f"one of {', '.join(DTYPE_BYTES)}", dtype)
     return name
-
-
-def publish(
-    store: CalibrationStore,
-    profile: HeadProfile | None,
-    curve: CurveDocument | None,
-    worth: WorthDocument | None = None,
-) -> list[str]:
-    """Store what was calibrated; the keys written. Raises StoreError, and CalibrationDocumentError
-    for what is too large for a store."""
-    documents: list[Document] = [
-        *([ProfileDocument.of(profile)] if profile is not None else []),
-        *([curve] if curve is not None else []),
-        *([worth] if worth is not None else []),
-    ]
-    return [str(store.put(document)) for document in documents]

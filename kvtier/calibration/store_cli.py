@@ -19,13 +19,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtier.calibration.documents import (
+    CurveDocument,
+    Document,
+    MemoryDocument,
+    ProfileDocument,
+    WorthDocument,
+)
+from kvtier.calibration.keys import parse_key
+from kvtier.calibration.store.base import CalibrationStore, StoredKey
+from kvtier.calibration.store.directory import open_store
+from kvtier.calibration.store.transfer import (
+    export_documents,
+    import_documents,
+    must_get,
+    read_export,
+)
 from kvtier.config import load_settings
-from kvtier.errors import CalibrationDocumentError
+from kvtier.errors import CalibrationDocumentError, UsageError
 
 if TYPE_CHECKING:
-    from kvtier.calibration.documents import Document
-    from kvtier.calibration.store.base import CalibrationStore, StoredKey
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -46,7 +59,7 @@ def _row(store: CalibrationStore, stored: StoredKey) -> tuple[dict[str, Any], Do
         "kind": stored.key.kind,
         "model": stored.key.model,
         "revision": stored.key.revision,
-        "policy": getattr(stored.key, "policy", None),
+        "policy": stored.key.policy,
         "age_s": None,
         "ttl_s": stored.ttl_s,
         "quality": None,
@@ -66,8 +79,6 @@ def _row(store: CalibrationStore, stored: StoredKey) -> tuple[dict[str, Any], Do
 def quality_of(document: Document) -> str:
     """Return the number that one looks at first: the error of a curve, the share of heads of a
     profile, the size of what tokens are worth, what requests lose by a memory."""
-    from kvtier.calibration.documents import CurveDocument, ProfileDocument, WorthDocument
-
     if isinstance(document, CurveDocument):
         held_out = document.held_out_rmse
         unseen = "" if held_out is None else f", held out {held_out:.3f}"
@@ -76,6 +87,7 @@ def quality_of(document: Document) -> str:
         return f"{document.profile.ca_share:.1%} of heads"
     if isinstance(document, WorthDocument):
         return f"{len(document.weights) / 2**20:.1f} MiB"
+    assert isinstance(document, MemoryDocument), "a document of no known kind"
     if document.nll_gap is None or document.held_share is None:
         return "not measured"
     return f"loses {document.nll_gap:.3f} nats, holds {document.held_share:.0%}"
@@ -149,18 +161,16 @@ def _add(
 
 
 def _list(options: argparse.Namespace) -> int:
-    with _store() as store:
+    with configured_store() as store:
         rows = [row for row, _ in rows_of(store, store.list())]
     print_rows(rows, COLUMNS, options.format)
     return 0
 
 
 def _show(options: argparse.Namespace) -> int:
-    from kvtier.calibration.keys import parse_key
-    from kvtier.calibration.store.transfer import must_get
 
     key = parse_key(options.key, "KEY")
-    with _store() as store:
+    with configured_store() as store:
         found = must_get(store, key).model_dump(mode="json")
     if options.format == "json":
         print(json.dumps(found, indent=2))
@@ -175,21 +185,18 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from kvtier.calibration.keys import parse_key
-    from kvtier.calibration.store.transfer import export_documents
 
     key = None if options.key is None else parse_key(options.key, "KEY")
-    with _store() as store:
+    with configured_store() as store:
         written = export_documents(store, options.file, key)
     print_rows([{"exported": str(one)} for one in written], ("exported",), options.format)
     return 0
 
 
 def _import(options: argparse.Namespace) -> int:
-    from kvtier.calibration.store.transfer import import_documents, read_export
 
     documents = read_export(options.file)
-    with _store() as store:
+    with configured_store() as store:
         outcome = import_documents(store, documents)
     rows = [{"imported": str(key), "change": change} for key, change in outcome]
     print_rows(rows, ("imported", "change"), options.format)
@@ -197,11 +204,9 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _delete(options: argparse.Namespace) -> int:
-    from kvtier.calibration.keys import parse_key
-    from kvtier.errors import UsageError
 
     keys = [parse_key(text, "KEY") for text in options.keys]
-    with _store() as store:
+    with configured_store() as store:
         gone = [key for key in keys if store.delete(key)]
     print_rows([{"deleted": str(key)} for key in gone], ("deleted",), options.format)
     if missing := [str(key) for key in keys if key not in gone]:
@@ -209,7 +214,7 @@ def _delete(options: argparse.Namespace) -> int:
     return 0
 
 
-def _store() -> CalibrationStore:
-    from kvtier.calibration.store.opening import open_store
+def configured_store() -> CalibrationStore:
+    """The store that the settings mean."""
 
     return open_store(load_settings())

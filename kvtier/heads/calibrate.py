@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods import HeadMethod, Selection, Target, make_method
+from kvtier.heads.methods import Target, make_method
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.model.support import check_supported
 from kvtier.heads.probes.context import HeadProbe, ProbeBatch
 from kvtier.heads.profile import HeadProfile
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 from kvtier.heads.reference.session import DEFAULT_RULE
-from kvtier.heads.samples.plan import SamplePlan, synthetic_plan, users_plan
+from kvtier.heads.samples.plan import synthetic_plan, users_plan
 from kvtier.heads.samples.questions import CalibrationSample
 from kvtier.heads.verify import Verification, verify
 from kvtier.retention.locality import LocalityRule
@@ -66,7 +66,9 @@ def calibrate_heads(
     finder.check_target(target)
     if not out.parent.is_dir():
         raise UsageError("--out", "a file in an existing directory", str(out))
-    check_model(model_path)
+    config = read_config(model_path)
+    check_supported(config)
+    model_shape(config)
     if samples_file is not None:
         plan = users_plan(model_path, samples_file, rule)
     else:
@@ -75,22 +77,29 @@ def calibrate_heads(
     probe = HeadProbe(load_model(model_path), rule)
     progress("loading the model", 1, 1)
 
-    selection = _selected(finder, probe, plan, target, progress)
+    judged = target.budget is not None
+    chosen_on = plan.calibration[:1] if finder.data_free and not judged else plan.calibration
+    batches = prepare(probe, chosen_on, progress)
+    scores = finder.score(batches, progress)
+    if judged and plan.judging:
+        batches = prepare(probe, plan.judging, progress)
+    ca_heads = finder.select(scores, batches, target, progress)
+    # One group's KV is held at a time.
+    del batches
     profile = HeadProfile(
         model=model_name(model_path),
         revision=weights_revision(model_path),
         shape=probe.shape,
         method=method,
-        ca_heads=selection.ca_heads,
-        scores=selection.scores,
+        ca_heads=ca_heads,
+        scores=scores.mean,
     )
-    # One group's KV is held at a time.
     found = tuple(
         verify(prepare(probe, group, progress), profile, seed, progress) for group in plan.held_out
     )
     costs = tuple(cost for verification in found for cost in verification.costs())
     how = {
-        **selection.parameters,
+        **vars(finder),
         "share": target.share,
         "budget": target.budget,
         **plan.description,
@@ -98,38 +107,14 @@ def calibrate_heads(
         "sink_tokens": rule.sink_tokens,
         "recent_tokens": rule.recent_tokens,
         "compensation": rule.compensation,
-        "control": [verification.control() for verification in found],
     }
     profile = profile.model_copy(update={"costs": costs, "parameters": how})
     profile.save(out)
     return Calibrated(profile, found)
 
 
-def _selected(
-    method: HeadMethod, probe: HeadProbe, plan: SamplePlan, target: Target, progress: Progress
-) -> Selection:
-    """Return the heads that the method chooses; the samples' KV is freed on return."""
-    is_judged = target.budget is not None
-    reads_one = method.data_free and not is_judged
-    batches = prepare(probe, plan.calibration[:1] if reads_one else plan.calibration, progress)
-    judges = prepare(probe, plan.judging, progress) if is_judged and plan.judging else batches
-    return method.select(method.score(batches, progress), judges, target, progress)
-
-
 def prepare(
     probe: HeadProbe, samples: Sequence[CalibrationSample], progress: Progress
 ) -> list[ProbeBatch]:
     """Prefill every sample's context."""
-    batches = []
-    for done, sample in enumerate(samples):
-        progress("prefilling contexts", done, len(samples))
-        batches.append(probe.prepare(sample))
-    progress("prefilling contexts", len(samples), len(samples))
-    return batches
-
-
-def check_model(model_path: str) -> None:
-    """Raise UnsupportedModelError for what cannot be calibrated."""
-    config = read_config(model_path)
-    check_supported(config)
-    model_shape(config)
+    return [probe.prepare(sample) for sample in each(samples, "prefilling contexts", progress)]

@@ -12,6 +12,7 @@ from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD, METHODS, Target
 from kvtier.heads.model.config import located
 from kvtier.heads.progress import shown_progress
+from kvtier.heads.report import draw_profile, summary
 from kvtier.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -49,17 +50,17 @@ def add_heads_parser(kinds: Subparsers) -> None:
 
 def add_tokens_parser(kinds: Subparsers) -> None:
     """Add the kind `tokens` of `kvtier calibrate`; parsed arguments carry `handler`."""
-    tokens = kinds.add_parser(
+    parser = kinds.add_parser(
         "tokens", help="fit what each token will be worth to later turns (--scorer reconstruction)"
     )
-    add = tokens.add_argument
+    add = parser.add_argument
     add("--model-path", type=located, required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", help="context lengths (default: 1536,4000, or shorter where the model reads less)")
     add("--contexts", type=int, help="contexts per length (default: 8 short ones, 4 long ones)")
     add("--seed", type=int, default=0)
     add("-q", "--quiet", action="store_true", help="no progress and no summary")
-    tokens.set_defaults(handler=run_calibrate_tokens)
+    parser.set_defaults(handler=run_calibrate_tokens)
 
 
 def run_calibrate_tokens(options: argparse.Namespace) -> int:
@@ -73,16 +74,16 @@ def run_calibrate_tokens(options: argparse.Namespace) -> int:
         # In a model's folder it would be taken for weights of the model.
         raise UsageError("--out", "another name, such as token_worth.npz", str(options.out))
 
-    from kvtier.heads.tokens import fit_tokens, summary
+    from kvtier.heads import tokens
 
     with shown_progress(options.quiet) as progress:
-        fit = fit_tokens(
+        fit = tokens.fit_tokens(
             options.model_path, contexts=options.contexts, lengths=lengths, seed=options.seed,
             progress=progress,
         )  # fmt: skip
     fit.worth.save(options.out)
     if not options.quiet:
-        print("\n".join(summary(fit, options.out)))
+        print("\n".join(tokens.summary(fit, options.out)))
     return 0
 
 
@@ -123,7 +124,6 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
     parameters = _method_parameters(options)
 
     from kvtier.heads.calibrate import calibrate_heads
-    from kvtier.heads.report import draw_profile, summary
 
     with shown_progress(options.quiet) as progress:
         found = calibrate_heads(

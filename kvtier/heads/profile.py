@@ -160,12 +160,10 @@ def load_profile(path: Path) -> HeadProfile:
         raise HeadProfileError(f"head_profile: {path}: {problem}") from error
 
 
-def full_profile(shape: ModelShape, model: str = "any") -> HeadProfile:
+def full_profile(shape: ModelShape) -> HeadProfile:
     """Every head CA: nothing is ever dropped."""
-    everything = tuple(range(shape.num_kv_heads))
-    return HeadProfile(
-        model=model, shape=shape, method="full", ca_heads=(everything,) * shape.num_layers
-    )
+    everything = (tuple(range(shape.num_kv_heads)),) * shape.num_layers
+    return HeadProfile(model="any", shape=shape, method="full", ca_heads=everything)
 
 
 def window_profile(shape: ModelShape) -> HeadProfile:

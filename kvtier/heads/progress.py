@@ -3,15 +3,26 @@ terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 Progress = Callable[[str, int, int], None]
 """A callback (what is being done, steps done, steps in all)."""
 
+Item = TypeVar("Item")
+
 
 def no_progress(stage: str, done: int, total: int) -> None:
     """Reports nothing."""
+
+
+def each(items: Sequence[Item], stage: str, progress: Progress) -> Iterator[Item]:
+    """The items, one step of a stage each."""
+    for done, item in enumerate(items):
+        progress(stage, done, len(items))
+        yield item
+    progress(stage, len(items), len(items))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from kvtier.heads.probes.reconstruction import (
     repeat_request,
     repetition_attention,
 )
+from kvtier.heads.probes.watching import LayerKV
 from kvtier.heads.profile import full_profile
 from kvtier.heads.progress import Progress, no_progress
 from kvtier.heads.reference.rotation import rotation_of
@@ -50,6 +51,7 @@ from kvtier.retention.head_budgets import best_of_all
 from kvtier.retention.token_worth import Fit, TokenWorth
 from kvtier.synthetic.frame import frame_of
 from kvtier.synthetic.tokenizer import Tokenizer
+from kvtier_kernels.scores import Rotation
 
 # Few long contexts tell what a length changes, and take the time.
 DEFAULT_LENGTHS, SHORT_CONTEXTS, LONG_CONTEXTS = (1536, 4000), 8, 4
@@ -73,12 +75,11 @@ class TokenFit:
 
 class Repeated(NamedTuple):
     """A context's exact KV per layer, `[kv_heads, tokens, dim]` each, and the attention its tokens
-    drew when it was repeated, `[layers, kv_heads, tokens]`; `asked`: or by its questions. queries:
-    the mean of q qᵀ over its queries, `[layers, kv_heads, dim, dim]`."""
+    drew when it was repeated, `[layers, kv_heads, tokens]`. queries: the mean of q qᵀ over its
+    queries, `[layers, kv_heads, dim, dim]`."""
 
-    kv: list[tuple[Tensor, Tensor]]
+    kv: list[LayerKV]
     drawn: Tensor
-    asked: Tensor
     queries: Tensor
 
 
@@ -117,7 +118,8 @@ def fit_tokens(
         raise UsageError("--contexts", "at least 1", contexts)
     check_supported(read_config(model_path), windows=True)
     lengths = _lengths(model_path, lengths)
-    counts = [contexts or _usual(length, lengths) for length in lengths]
+    usual = {min(lengths): SHORT_CONTEXTS}
+    counts = [contexts or usual.get(length, LONG_CONTEXTS) for length in lengths]
     known = tasks_for(model_path)
     tasks = tasks or known.measuring
     fitted: list[CalibrationSample] = []
@@ -131,16 +133,20 @@ def fit_tokens(
     model = load_model(model_path)
     fit = Fit(shape_of(model).num_layers)
     tokens, queries = 0, torch.zeros(())
-    for repeated in repetitions(model, model_path, fitted, progress):
-        add(fit, model, repeated)
-        tokens += repeated.drawn.shape[-1]
-        queries = queries + repeated.queries
+    repeated = _repetitions(model, model_path, fitted, progress)
+    for sample, (kv, drawn, seen) in zip(fitted, repeated, strict=True):
+        # The most that anything that was asked of the context drew.
+        drawn = torch.maximum(drawn, question_attention(model, kv, sample.questions))
+        for layer, k, v, rotation in _layers(model, kv):
+            fit.add(layer, k, v, rotation, drawn[layer])
+        tokens += drawn.shape[-1]
+        queries = queries + seen
     revision = weights_revision(model_path) or ""
     worth = replace(fit.solve(), revision=revision, queries=_scaled(queries))
     seconds = time.monotonic() - began
     found = [
         {share: _agreement(worth, model, one, share) for share in JUDGED_SHARES}
-        for one in repetitions(model, model_path, judged, progress)
+        for one in _repetitions(model, model_path, judged, progress)
     ]
     agreement = {share: sum(one[share] for one in found) / len(found) for share in JUDGED_SHARES}
     return TokenFit(worth, len(fitted), tokens, seconds, agreement)
@@ -153,12 +159,7 @@ def _scaled(queries: Tensor) -> Tensor:
     return (queries / energy[..., None, None]).half().float().cpu()
 
 
-def _usual(length: int, lengths: Sequence[int]) -> int:
-    """Return the number of contexts of a length that are fitted where nothing was asked for."""
-    return SHORT_CONTEXTS if length == min(lengths) else LONG_CONTEXTS
-
-
-def repetitions(
+def _repetitions(
     model: Any, model_path: str, samples: Sequence[CalibrationSample], progress: Progress
 ) -> Iterator[Repeated]:
     """Each sample's context, prefilled and repeated; one at a time is held."""
@@ -169,9 +170,8 @@ def repetitions(
         session = WatchedSession(model)
         session.turn(sample.context_ids, 0)
         kv = [session.exact_kv(layer) for layer in range(shape.num_layers)]
-        asked = question_attention(model, kv, sample.questions)
         drawn = repetition_attention(model, kv, sample.context_ids, request)
-        yield Repeated(kv, drawn, asked, session.seen / len(sample.context_ids))
+        yield Repeated(kv, drawn, session.seen / len(sample.context_ids))
     progress("repeating", len(samples), len(samples))
 
 
@@ -196,25 +196,21 @@ def _lengths(model_path: str, asked: Sequence[int] | None) -> Sequence[int]:
     return asked
 
 
-def add(fit: Fit, model: Any, repeated: Repeated) -> None:
-    """Fit one more context: the most that anything that was asked of it drew."""
-    drawn = torch.maximum(repeated.drawn, repeated.asked)
+def _layers(
+    model: Any, kv: Sequence[LayerKV]
+) -> Iterator[tuple[int, Tensor, Tensor, Rotation | None]]:
+    """Each layer without a window, its keys, its values, and the rotation of its keys."""
     for layer in full_layers(model):
-        k, v = repeated.kv[layer]
+        k, v = kv[layer]
         positions = torch.arange(k.shape[1], device=k.device)
-        fit.add(layer, k, v, rotation_of(model, layer, positions), drawn[layer])
+        yield layer, k, v, rotation_of(model, layer, positions)
 
 
 def _agreement(worth: TokenWorth, model: Any, repeated: Repeated, share: float) -> float:
-    predicted, full = [], full_layers(model)
-    for layer in full:
-        k, v = repeated.kv[layer]
-        positions = torch.arange(k.shape[1], device=k.device)
-        predicted.append(worth.predict(layer, k, v, rotation_of(model, layer, positions)))
-    drawn = repeated.drawn[full]
+    predicted = torch.stack([worth.predict(*one) for one in _layers(model, repeated.kv)])
+    drawn = repeated.drawn[full_layers(model)]
     count = max(int(share * drawn.numel()), 1)
-    best = best_of_all(drawn, count)
-    return float((best & best_of_all(torch.stack(predicted), count)).sum()) / count
+    return float((best_of_all(drawn, count) & best_of_all(predicted, count)).sum()) / count
 
 
 def summary(fit: TokenFit, file: Path) -> list[str]:
@@ -224,6 +220,3 @@ def summary(fit: TokenFit, file: Path) -> list[str]:
         f"{file}: fitted on {fit.contexts} contexts, {fit.tokens} tokens, in {fit.seconds:.0f} s",
         f"of the best entries of contexts it has not seen, it finds   {agreement}",
     ]
-
-
-__all__ = ["Repeated", "TokenFit", "add", "fit_tokens", "repetitions", "summary"]

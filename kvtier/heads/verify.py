@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from kvtier.heads.probes.context import ProbeBatch
 from kvtier.heads.probes.quality import Kept, Quality, kept_worth, mean_quality
 from kvtier.heads.profile import HeadProfile, MeasuredCost, random_profile, window_profile
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 
 RANDOM_DRAWS = 5
 
@@ -55,16 +54,6 @@ class Verification:
             for attribute, name in names.items()
         )
 
-    def control(self) -> dict[str, Any]:
-        """The control's measurements, for the profile's parameters."""
-        return {
-            "context_tokens": self.context_tokens,
-            "random_recall": self.random.recall,
-            "random_token_recall": self.random.tokens,
-            "random_nll": self.random.loss,
-            "window_recall": self.window.recall,
-        }
-
 
 def verify(
     batches: Sequence[ProbeBatch],
@@ -87,12 +76,11 @@ def verify(
         "profile": [probe.mask(profile)],
         "random": [probe.mask(one) for one in drawn],
     }
-    found: dict[Kept, list[Quality]] = {}
-    masks = dict.fromkeys(mask for group in masks_of.values() for mask in group)
-    for done, mask in enumerate(masks):
-        progress("verification", done, len(masks))
-        found[mask] = [batch.quality(mask) for batch in batches]
-    progress("verification", len(masks), len(masks))
+    masks = list(dict.fromkeys(mask for group in masks_of.values() for mask in group))
+    found = {
+        mask: [batch.quality(mask) for batch in batches]
+        for mask in each(masks, "verification", progress)
+    }
     rows_of: dict[str, list[int]] = {}
     for index, batch in enumerate(batches):
         rows_of.setdefault(batch.sample.task, []).append(index)
@@ -114,7 +102,7 @@ def _of_samples(
 
     def of(name: str) -> Quality:
         masks = masks_of[name]
-        return _mean([mean_quality(chosen, [found[mask][i] for i in rows]) for mask in masks])
+        return mean_quality(chosen * len(masks), [found[mask][i] for mask in masks for i in rows])
 
     return Verification(
         context_tokens=round(sum(batch.context_tokens for batch in chosen) / len(chosen)),
@@ -124,8 +112,3 @@ def _of_samples(
         random=of("random"),
         window=of("window"),
     )
-
-
-def _mean(qualities: Sequence[Quality]) -> Quality:
-    columns = zip(*qualities, strict=True)
-    return Quality(*(sum(column) / len(qualities) for column in columns))

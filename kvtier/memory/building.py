@@ -1,4 +1,4 @@
-"""Build a memory of a prefix from traces: `kvtier memory build`.
+"""A memory of a prefix, from what was collected of traces.
 
     traces ──┬── all ──────────> kept KV: what any of their queries attends to most
              ├── most of them ─> entries
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from kvtier.errors import UsageError
 from kvtier.heads.progress import Progress, no_progress
-from kvtier.memory.collecting import Collected, LayerQueries, collect, prefix_kv
+from kvtier.memory.collecting import Collected, LayerQueries, collect
 from kvtier.memory.entries import Entries, make_entries, query_keys
 from kvtier.memory.prefixes import LayerKV, MemoryPrefix, logits_behind
 from kvtier.memory.recipe import Recipe
-from kvtier.memory.traces import Trace, split
+from kvtier.memory.traces import Trace
+from kvtier.retention.head_budgets import best_of_all
 from kvtier_kernels.memory.base import PLACE_WIDTH, MemoryLayer
 
 # The share of the traces that entries are judged by.
@@ -64,24 +65,6 @@ class _Judged(NamedTuple):
     nearness: float
 
 
-def build(
-    model: Any,
-    prefix_ids: Sequence[int],
-    traces: Sequence[Trace],
-    recipe: Recipe,
-    *,
-    seed: int = 0,
-    chunk_tokens: int | None = None,
-    progress: Progress = no_progress,
-) -> Built:
-    """A memory of the prefix. chunk_tokens: as in `prefix_kv`. Raises UsageError for traces that do
-    not differ."""
-    kv = prefix_kv(model, prefix_ids, chunk_tokens=chunk_tokens)
-    making, judging = split(traces, JUDGING_SHARE, seed)
-    built = assemble(kv, *collected(model, kv, making, judging, recipe, progress), recipe, seed)
-    return with_requeueing(model, built, judging)
-
-
 def collected(
     model: Any,
     kv: Sequence[LayerKV],
@@ -116,7 +99,7 @@ def assemble(
         errors = torch.stack(
             [_errors(judged.layers[at], one.entries, one.nearest) for at, one in found.items()]
         )
-        looks_up = best_heads(errors, recipe.state_heads)
+        looks_up = best_of_all(-errors, max(1, round(recipe.state_heads * errors.numel())))
         found = {at: one for at, one in found.items() if looks_up[at].any()}
         errors = errors / errors.sum()
     layers = []
@@ -166,14 +149,6 @@ def _judge(made: Collected, judged: Collected, at: int, recipe: Recipe, seed: in
     return _Judged(mine, nearest, nearness)
 
 
-def best_heads(errors: Tensor, share: float) -> Tensor:
-    """bool `[layers, kv_heads]`: the heads with the smallest errors, of all layers."""
-    best = torch.zeros(errors.numel(), dtype=torch.bool)
-    count = max(1, round(share * errors.numel()))
-    best[errors.flatten().topk(count, largest=False).indices] = True
-    return best.view(errors.shape)
-
-
 def max_attention_of(*collected: Collected) -> list[Tensor]:
     """Return per layer the most that any query of these drew: see LayerQueries."""
     layers = zip(*(one.layers for one in collected), strict=True)
@@ -190,9 +165,8 @@ def top_attended(drawn: Sequence[Tensor], entries: int) -> list[list[Tensor]]:
     worth = torch.stack(list(drawn))
     least = worth.topk(min(LEAST_KEPT, worth.shape[-1]), dim=-1).indices
     worth = worth.scatter(-1, least, torch.inf)
-    kept = torch.zeros(worth.numel(), dtype=torch.bool)
-    kept[worth.flatten().topk(min(max(entries, least.numel()), worth.numel())).indices] = True
-    return [[head.nonzero().flatten() for head in layer] for layer in kept.view(worth.shape)]
+    kept = best_of_all(worth, min(max(entries, least.numel()), worth.numel()))
+    return [[head.nonzero().flatten() for head in layer] for layer in kept]
 
 
 def _errors(queries: LayerQueries, entries: Entries, nearest: Tensor) -> Tensor:
@@ -251,16 +225,3 @@ def _layer(
         kept_v=torch.cat([v[head, mine] for head, mine in enumerate(kept)]),
         kept_indptr=torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(),
     )
-
-
-__all__ = [
-    "NEVER",
-    "Built",
-    "assemble",
-    "best_heads",
-    "build",
-    "collected",
-    "max_attention_of",
-    "top_attended",
-    "with_requeueing",
-]

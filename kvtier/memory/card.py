@@ -103,6 +103,3 @@ def _files_digest(folder: Path, names: Sequence[str]) -> str:
         if (folder / name).is_file():
             found.update(name.encode() + (folder / name).read_bytes())
     return found.hexdigest()[:16]
-
-
-__all__ = ["Identity", "Row"]

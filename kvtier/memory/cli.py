@@ -7,18 +7,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.calibration.store_cli import print_rows, rows_of
-from kvtier.config import load_settings
+from kvtier.calibration.documents import Document, MemoryDocument
+from kvtier.calibration.keys import parse_key
+from kvtier.calibration.store_cli import configured_store, print_rows, rows_of
 from kvtier.errors import UsageError
 from kvtier.heads.cli import MODEL_HELP
 from kvtier.heads.model.config import located
 from kvtier.heads.progress import shown_progress
+from kvtier.memory.recipe import Recipe
 from kvtier.reading import read_text
 
 if TYPE_CHECKING:
-    from kvtier.calibration.documents import Document
-    from kvtier.calibration.store.base import CalibrationStore
-    from kvtier.memory.card import Row
     from kvtier.memory.making import Source
     from kvtier.memory.storage import Card
 
@@ -73,7 +72,6 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
-    from kvtier.memory.recipe import Recipe
 
     default, add = Recipe(), group.add_argument
     add("--kept-share", type=float, default=default.kept_share,
@@ -101,7 +99,6 @@ def run_build(options: argparse.Namespace) -> int:
     """Handler of `kvtier memory build`. Raises KvtierError; returns 0, and 1 for a memory that must
     not be served."""
     from kvtier.memory.making import make
-    from kvtier.memory.recipe import Recipe
 
     recipe = Recipe(**{one.name: getattr(options, one.name) for one in fields(Recipe)})
     if options.target_nats < 0:
@@ -167,7 +164,11 @@ def print_card(card: Card) -> None:
         for name in ("nats lost", "KL", "right", "KiB held", "KiB read", "fell back", "requeued"):
             table.add_column(name, justify="right")
         for row in rows:
-            table.add_row(row.way, *_cells(row))
+            table.add_row(
+                row.way, f"{row.nll_gap:.3f}", f"{row.kl:.3f}", f"{row.right:.2f}",
+                f"{row.bytes_held / 1024:.0f}", f"{row.bytes_read / 1024:.0f}",
+                f"{row.fell_back:.0%}", f"{row.requeued:.0%}",
+            )  # fmt: skip
         console.print(table)
     console.print(
         f"a prompt more than {card.requeue_above:.0%} of whose lookups fall back is read with the "
@@ -180,13 +181,6 @@ def print_card(card: Card) -> None:
     )
     for reason in card.refusals:
         console.print(f"must not be served: {reason}")
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        f"{row.nll_gap:.3f}", f"{row.kl:.3f}", f"{row.right:.2f}", f"{row.bytes_held / 1024:.0f}",
-        f"{row.bytes_read / 1024:.0f}", f"{row.fell_back:.0%}", f"{row.requeued:.0%}",
-    ]  # fmt: skip
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -227,7 +221,7 @@ def run_publish(options: argparse.Namespace) -> int:
     """Handler of `kvtier memory publish`. Raises KvtierError."""
     from kvtier.memory.published import publish
 
-    with _store() as store:
+    with configured_store() as store:
         key, change = publish(store, options.memory, options.name, options.location)
     columns = ("published", "change")
     print_rows([{"published": str(key), "change": change}], columns, options.format)
@@ -238,7 +232,7 @@ def run_list(options: argparse.Namespace) -> int:
     """Handler of `kvtier memory list`. Raises StoreError."""
     from kvtier.memory.published import memory_keys
 
-    with _store() as store:
+    with configured_store() as store:
         found = rows_of(store, memory_keys(store))
     rows = [_row(row, document) for row, document in found]
     print_rows(rows, COLUMNS, options.format)
@@ -249,7 +243,7 @@ def run_withdraw(options: argparse.Namespace) -> int:
     """Handler of `kvtier memory withdraw`. Raises UsageError and StoreError."""
     from kvtier.memory.published import withdraw
 
-    with _store() as store:
+    with configured_store() as store:
         key = withdraw(store, options.name)
     print_rows([{"withdrawn": str(key)}], ("withdrawn",), options.format)
     return 0
@@ -258,21 +252,13 @@ def run_withdraw(options: argparse.Namespace) -> int:
 def _row(row: dict[str, Any], document: Document | None) -> dict[str, Any]:
     """A row of the calibration store with what one wants to know of a memory. digest: as servers
     say it."""
-    from kvtier.calibration.documents import MemoryDocument
-    from kvtier.calibration.keys import parse_key
 
     known = document if isinstance(document, MemoryDocument) else None
     return {
-        "name": getattr(parse_key(row["key"]), "name", None),
+        "name": parse_key(row["key"]).name,
         **row,
         "prefix": known and known.prefix_tokens,
         "dtype": known and known.dtype,
         "digest": known and known.digest[:16],
         "location": known and known.location,
     }
-
-
-def _store() -> CalibrationStore:
-    from kvtier.calibration.store.opening import open_store
-
-    return open_store(load_settings())

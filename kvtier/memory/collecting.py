@@ -15,7 +15,7 @@ from torch import Tensor
 from kvtier.errors import UsageError
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import full_profile
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 from kvtier.heads.reference.attention import AttentionState, Block, attend, attend_own, attending
 from kvtier.heads.reference.rotation import rotation_of
 from kvtier.heads.reference.session import ReferenceSession
@@ -103,8 +103,7 @@ def collect(
     length = kv[0][0].shape[1]
     parts: list[list[list[Tensor]]] = [[] for _ in kv]
     drawn = [torch.zeros(k.shape[:2]) for k, _ in kv]
-    for at, trace in enumerate(traces):
-        progress("reading traces", at, len(traces))
+    for trace in each(traces, "reading traces", progress):
         for layer, asked, own, found in _answers(model, kv, trace, length):
             if layers is None or layer in layers:
                 states = [found] * with_states + [own] * with_own
@@ -112,7 +111,6 @@ def collect(
                 parts[layer].append([asked.unrotated.float(), *sides])
             most = _shares(kv[layer][0], asked, own, found).amax(1).cpu()
             drawn[layer] = torch.maximum(drawn[layer], most)
-    progress("reading traces", len(traces), len(traces))
     shape = shape_of(model)
     no_query = torch.zeros(0, shape.num_kv_heads, shape.group_size, shape.head_dim)
     found_in = []
@@ -162,6 +160,3 @@ def _shares(keys: Tensor, asked: Asked, own: AttentionState, found: AttentionSta
     logits = asked.q.flatten(1, 2).float() @ keys.float().transpose(1, 2) * asked.scale
     total = torch.logaddexp(own.lse.float(), found.lse.float())
     return torch.exp(logits - total.unsqueeze(-1))
-
-
-__all__ = ["Collected", "LayerQueries", "collect", "prefix_kv"]

@@ -115,6 +115,3 @@ def averaged(o: Tensor, lse: Tensor, group: Tensor, count: int) -> tuple[Tensor,
     out = torch.zeros(count, *o.shape[1:]).index_add_(0, group, o * share.unsqueeze(-1))
     members = torch.bincount(group, minlength=count).view(-1, *[1] * (lse.ndim - 1))
     return out / total.unsqueeze(-1), top + total.log() - members.log()
-
-
-__all__ = ["Entries", "averaged", "directions", "groups", "make_entries", "query_keys"]

@@ -152,8 +152,7 @@ def verify(source: Source, folder: Path, progress: Progress = no_progress) -> di
     )
     if int(memory.card.recipe.get("seed") or 0) != source.seed:
         raise MemoryMismatchError(f"memory: made with --seed {memory.card.recipe.get('seed')}")
-    layers = memory.layers
-    built = Built(layers, (), None, memory.card.requeue_above)
+    built = Built(memory.layers, (), None, memory.card.requeue_above)
     return _measured(material, built, source.seed, progress)
 
 
@@ -189,6 +188,3 @@ def _curve(material: _Material, recipe: Recipe, seed: int, progress: Progress) -
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["HELD_OUT", "OFF_TOPIC", "Source", "make", "verify"]

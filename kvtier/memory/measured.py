@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import ModelShape
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 from kvtier.heads.samples.synthetic import speaks_recall
 from kvtier.memory.building import top_attended
 from kvtier.memory.card import Row
@@ -107,8 +107,7 @@ def losses(
     """
     length = kv[0][0].shape[1]
     found: dict[str, list[RequestLoss]] = {name: [] for name in (EXACT, *ways)}
-    for at, request in enumerate(requests):
-        progress("measuring", at, len(requests))
+    for request in each(requests, "measuring", progress):
         exact = logits_behind(model, ExactPrefix(kv), length, request.ids).log_softmax(-1)
         found[EXACT].append(_compared(exact, exact, request, every_token))
         for name, way in ways.items():
@@ -119,7 +118,6 @@ def losses(
             if isinstance(way, MemoryPrefix):
                 loss = loss._replace(fell_back=way.fell_back(len(request.prompt_ids)))
             found[name].append(loss)
-    progress("measuring", len(requests), len(requests))
     return found
 
 

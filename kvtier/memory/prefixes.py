@@ -235,16 +235,3 @@ def generate_behind(
         if len(answer) == new_tokens:
             return answer
         logits = logits_behind(model, prefix, length, answer[-1:], own)
-
-
-__all__ = [
-    "Asked",
-    "ExactPrefix",
-    "KeptPrefix",
-    "MemoryPrefix",
-    "NoPrefix",
-    "Prefix",
-    "generate_behind",
-    "logits_behind",
-    "reading",
-]

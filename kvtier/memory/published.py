@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvtier.calibration.documents import (
     NAME_CHARACTERS,
@@ -20,17 +20,23 @@ from kvtier.calibration.documents import (
     is_location,
     is_memory_name,
 )
-from kvtier.calibration.keys import UNKNOWN, Key, MemoryKey
+from kvtier.calibration.keys import UNKNOWN, Key
 from kvtier.calibration.store.base import CalibrationStore, StoredKey
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.calibration.store.transfer import import_documents
 from kvtier.config import Settings
 from kvtier.errors import MemoryFileError, MemoryMismatchError, UsageError
 from kvtier.heads.model.config import model_name, weights_revision
-from kvtier.memory.storage import PrefixMemory, directories, load, load_card, stored_bytes
-
-if TYPE_CHECKING:
-    from kvtier.memory.storage import Card
+from kvtier.memory.storage import (
+    CARD,
+    Card,
+    PrefixMemory,
+    check_may_be_served,
+    directories,
+    load,
+    load_card,
+    stored_bytes,
+)
 
 
 def publish(
@@ -44,8 +50,6 @@ def publish(
     Raises UsageError, MemoryFileError for a damaged memory, MemoryMismatchError for one whose card
     says that it must not be served, and StoreError.
     """
-    from kvtier.memory.storage import CARD, check_may_be_served, load
-
     if not is_memory_name(name):
         expected = f"printable text of 1 to {NAME_CHARACTERS} characters, no spaces around it"
         raise UsageError("--name", expected, name)
@@ -100,7 +104,7 @@ def document_of(card: Card, name: str, location: str) -> MemoryDocument:
 
 def memory_keys(store: CalibrationStore) -> list[StoredKey]:
     """Return the keys of all that is published, for all models."""
-    return [stored for stored in store.list() if isinstance(stored.key, MemoryKey)]
+    return [stored for stored in store.list() if stored.key.kind == "memory"]
 
 
 def published(store: CalibrationStore, model: str, revision: str | None) -> list[MemoryDocument]:
@@ -116,7 +120,7 @@ def published(store: CalibrationStore, model: str, revision: str | None) -> list
 def withdraw(store: CalibrationStore, name: str) -> Key:
     """Delete what is published under a name that one model has; returns its key. Raises UsageError
     for a name that none has, or several."""
-    keys = [one.key for one in memory_keys(store) if getattr(one.key, "name", None) == name]
+    keys = [one.key for one in memory_keys(store) if one.key.name == name]
     if not keys:
         raise UsageError("NAME", "what is published (see `kvtier memory list`)", name)
     if len(keys) > 1:
@@ -154,33 +158,13 @@ class Place(NamedTuple):
         return memory
 
 
-class MemoryFinder(Protocol):
-    """Knows which memories a server is to serve now."""
-
-    def find(self) -> list[Place]:
-        """Raises MemoryFileError; where they are published StoreError and
-        CalibrationDocumentError, too."""
-        ...
-
-
-class MemoryFolder:
-    """The memory that a directory is, or those that are in it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def find(self) -> list[Place]:
-        return [
-            Place(directory, load_card(directory).digest, stored_bytes(directory))
-            for directory in directories(self._folder)
-        ]
-
-
-class PublishedMemories:
-    """The memories that the calibration store has for a model with exactly the weights that it has
+class MemoryFinder:
+    """Knows which memories a server is to serve now: that which a directory is, or those that are
+    in it; or those that the calibration store has for a model with exactly the weights that it has
     now."""
 
     def __init__(self, settings: Settings, model_path: str) -> None:
+        """settings: those of a server whose `memory` is set."""
         self._settings, self._model_path = settings, model_path
 
     @cached_property
@@ -189,6 +173,14 @@ class PublishedMemories:
         return model_name(self._model_path), weights_revision(self._model_path)
 
     def find(self) -> list[Place]:
+        """Raises MemoryFileError; where they are published StoreError and
+        CalibrationDocumentError, too."""
+        folder = self._settings.memory_folder
+        if folder is not None:
+            return [
+                Place(directory, load_card(directory).digest, stored_bytes(directory))
+                for directory in directories(folder)
+            ]
         with open_store(self._settings) as store:
             documents = published(store, *self._model)
         return [_place_of(document) for document in documents]
@@ -200,9 +192,3 @@ def _place_of(document: MemoryDocument) -> Place:
         return Place(folder, document.digest, stored_bytes(folder), document.name)
     except MemoryFileError as error:
         raise MemoryFileError(f"published prefix memory {document.name!r}: {error}") from error
-
-
-def memory_finder(settings: Settings, model_path: str) -> MemoryFinder:
-    """Return the finder that `settings.memory` means for a model, where it is set."""
-    folder = settings.memory_folder
-    return PublishedMemories(settings, model_path) if folder is None else MemoryFolder(folder)

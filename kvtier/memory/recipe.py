@@ -44,6 +44,3 @@ class Recipe:
 
 def _flag(name: str) -> str:
     return "no-store-queries" if name == "least_members" else name.replace("_", "-")
-
-
-__all__ = ["Recipe"]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from pydantic import Field, ValidationError
-from torch import Tensor
 
 from kvtier.calibration.documents import Stored
 from kvtier.errors import MemoryFileError, MemoryMismatchError, UsageError
@@ -211,27 +210,10 @@ def _check_shapes(where: str, layer: MemoryLayer, card: Card) -> None:
         ("key_indptr", layer.key_indptr, entries),
         ("kept_indptr", layer.kept_indptr, kept),
     ):
-        if int(bounds[0]) or int(bounds[-1]) != last or _falls(bounds):
+        if int(bounds[0]) or int(bounds[-1]) != last or (bounds.diff() < 0).any():
             raise MemoryFileError(f"{where}, {name}: expected 0 to {last}, got {bounds.tolist()}")
-
-
-def _falls(bounds: Tensor) -> bool:
-    return bool((bounds[1:] < bounds[:-1]).any())
 
 
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-__all__ = [
-    "Card",
-    "PrefixMemory",
-    "check_may_be_served",
-    "directories",
-    "layer_of_heads",
-    "load",
-    "load_card",
-    "save",
-    "stored_bytes",
-]

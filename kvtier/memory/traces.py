@@ -176,6 +176,3 @@ def _common(a: Sequence[Any], b: Sequence[Any]) -> int:
         if mine != other:
             return at
     return min(len(a), len(b))
-
-
-__all__ = ["Trace", "Traced", "read_traces", "split", "system_prefix", "tokenized"]

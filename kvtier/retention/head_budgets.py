@@ -51,6 +51,3 @@ def adaptive_selection(worth: Tensor, kept: int, page: int = PAGE) -> Tensor:
     pages = best_of_all(values[:, ::page], heads * kept // page).sum(-1, keepdim=True)
     within = torch.arange(tokens, device=worth.device) < pages * page
     return torch.zeros_like(within).scatter(-1, order, within)
-
-
-__all__ = ["adaptive_selection", "best_of_all"]

@@ -105,10 +105,11 @@ class KeepKV:
         keys, values: `[heads, tokens, dim]`, exact and rotated, any float dtype
         count:        1 … tokens
         window:       the newest queries; more than `window_queries` are not looked at
-        scores:       `[heads, tokens]`, higher = keep, instead of the window's own judgement
+        scores:       `[heads, tokens]`, higher = keep, instead of the window's own judgement; one
+                      of both is there
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, scores)
+        check_span(keys, count, window)
         entries = exact_entries(keys, values)
         logits_of = self.prediction(entries, window)
         logits = logits_of(keys)
@@ -126,7 +127,7 @@ class KeepKV:
 
         Raises UsageError naming a bad argument.
         """
-        check_span(keys, values, count, window, None)
+        check_span(keys, count, window)
         entries = exact_entries(keys, values)
         return best(self.worth(entries, self.prediction(entries, window)(keys)), count)
 
@@ -174,29 +175,12 @@ def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     return select(scores, count)
 
 
-def check_span(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    count: int,
-    window: QueryWindow | None,
-    scores: torch.Tensor | None,
-) -> None:
-    """Raises UsageError for what `KeepKV.retain` cannot work with."""
-    if keys.ndim != 3:
-        raise UsageError("keys", "a tensor [heads, tokens, dim]", tuple(keys.shape))
-    if values.shape[:2] != keys.shape[:2] or values.ndim != 3:
-        raise UsageError("values", f"[heads, tokens] of keys {tuple(keys.shape)}", values.shape)
+def check_span(keys: torch.Tensor, count: int, window: QueryWindow | None) -> None:
+    """Raises UsageError for a count or a window that does not fit a span's keys."""
     heads, tokens, dim = keys.shape
-    if window is None and scores is None:
-        raise UsageError("window or scores", "one of them", None)
     if window is not None and (
         window.q.ndim != 4 or window.q.shape[1::2] != (heads, dim) or not len(window.q)
     ):
         raise UsageError("window", f"[w >= 1, {heads}, group, {dim}]", tuple(window.q.shape))
-    if scores is not None and scores.shape != (heads, tokens):
-        raise UsageError("scores", f"shape {(heads, tokens)}", tuple(scores.shape))
     if not 1 <= count <= tokens:
         raise UsageError("count", f"1 … {tokens}", count)
-
-
-__all__ = ["KeepKV", "QueryWindow", "Retained", "best", "expected_output"]

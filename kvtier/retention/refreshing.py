@@ -140,6 +140,3 @@ def reselect(
         found = keepkv.select(k[:, others], v[:, others], asked, window)[0]
         kept = torch.cat([kept, others[found]])
     return kept.sort().values
-
-
-__all__ = ["QUESTION_SHARE", "Chosen", "PrunedRange", "RefreshRule", "reselect"]

@@ -238,8 +238,8 @@ class Fit:
     """The regression of one model, context by context."""
 
     def __init__(self, num_layers: int) -> None:
-        self._squares: list[Tensor | None] = [None] * num_layers
-        self._products: list[Tensor | None] = [None] * num_layers
+        self._num_layers = num_layers
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(
         self, layer: int, keys: Tensor, values: Tensor, rotation: Rotation | None, drawn: Tensor
@@ -256,19 +256,14 @@ class Fit:
             x = features(keys[:, near], values[:, near], part, begin - 1, tokens)
             x = x[1 : 1 + end - begin].double()
             y = drawn[:, begin:end].clamp_min(LEAST).log().double()
-            squares, products = x.T @ x, x.T @ y.T
-            known, more = self._squares[layer], self._products[layer]
-            self._squares[layer] = squares if known is None else known + squares
-            self._products[layer] = products if more is None else more + products
+            squares, products = self._sums.get(layer, (0, 0))
+            self._sums[layer] = squares + x.T @ x, products + x.T @ y.T
 
     def solve(self) -> TokenWorth:
         """The weights; 0 of layers that nothing was added to. There is one that has been."""
-        solved = [
-            None if squares is None or products is None else _ridge(squares, products)
-            for squares, products in zip(self._squares, self._products, strict=True)
-        ]
-        none = torch.zeros_like(next(one for one in solved if one is not None))
-        return TokenWorth(torch.stack([none if one is None else one for one in solved]))
+        solved = {layer: _ridge(*sums) for layer, sums in self._sums.items()}
+        none = torch.zeros_like(next(iter(solved.values())))
+        return TokenWorth(torch.stack([solved.get(n, none) for n in range(self._num_layers)]))
 
 
 def _ridge(squares: Tensor, products: Tensor) -> Tensor:
@@ -280,6 +275,3 @@ def _ridge(squares: Tensor, products: Tensor) -> Tensor:
     solved = torch.linalg.solve(alike, products * scale.unsqueeze(-1))
     weights: Tensor = solved * scale.unsqueeze(-1)
     return weights.T.float().contiguous()
-
-
-__all__ = ["Fit", "TokenWorth", "feature_width", "features"]

@@ -18,7 +18,7 @@ from kvtier.calibration.defaults import (
     with_calibration,
 )
 from kvtier.calibration.documents import MAX_WORTH_BYTES, WorthDocument
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.config import load_settings
 from kvtier.errors import CalibrationDocumentError
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision

@@ -18,7 +18,7 @@ from kvtier.heads.methods import METHODS, Target
 from kvtier.heads.model import loading
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
-from kvtier.heads.probes.reconstruction import CHUNK_TOKENS
+from kvtier.heads.probes.watching import CHUNK_TOKENS
 from kvtier.heads.profile import full_profile, load_profile
 from kvtier.heads.reference.compaction import AdaptiveSession, CompactingSession
 from kvtier.heads.reference.session import ReferenceSession

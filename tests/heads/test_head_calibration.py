@@ -74,7 +74,6 @@ def test_the_command_writes_a_verified_profile(
         (name, length, 32) for length in (448, 512) for name in ("recall", "token recall", "nll")
     ]
     assert profile.parameters["seed"] == 3
-    assert profile.parameters["control"][1]["context_tokens"] == 512
 
     again, drawn = tmp_path / "again.json", tmp_path / "again.png"
     assert run_cli(*arguments, "--out", again, "--picture", drawn, "--quiet") == 0

@@ -20,7 +20,7 @@ from kvtier.errors import (
     StoreUnavailableError,
 )
 from kvtier.heads.model.config import model_name, weights_revision
-from kvtier.memory.published import memory_finder
+from kvtier.memory.published import MemoryFinder
 from kvtier.memory.storage import CARD, TENSORS, load_card
 
 
@@ -64,7 +64,7 @@ def tools(tmp_path, model_path) -> Path:
 
 
 def find(model_path: Path):
-    return memory_finder(load_settings(), str(model_path)).find()
+    return MemoryFinder(load_settings(), str(model_path)).find()
 
 
 def test_what_is_published_is_listed_and_found_by_servers_of_its_model(

@@ -268,12 +268,8 @@ def test_a_rule_that_makes_no_sense_is_refused(argument: str, value: object) -> 
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
-        ("keys", {"keys": torch.zeros(50, DIM)}),
-        ("values", {"values": torch.zeros(2, 49, DIM)}),
-        ("window or scores", {"window": None}),
         ("window", {"window": QueryWindow(torch.zeros(4, 2, 1, DIM - 1), SCALE)}),
         ("window", {"window": QueryWindow(torch.zeros(0, 2, 1, DIM), SCALE)}),
-        ("scores", {"scores": torch.zeros(2, 49)}),
         ("count", {"count": 0}),
         ("count", {"count": 51}),
     ],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvtier.calibration.documents import Document, check_json_limits
+from kvtier.calibration.documents import Document, check_size
 from kvtier.calibration.keys import Key
 from kvtier.errors import CalibrationDocumentError
 
@@ -29,7 +29,7 @@ def text_of(document: Document) -> str:
     key, for one that is too large to be read back."""
     text = document.to_json()
     try:
-        check_json_limits(text, document.max_bytes)
+        check_size(text.encode(), document.max_bytes)
     except CalibrationDocumentError as error:
         raise CalibrationDocumentError(f"{document.key}: {error}") from None
     return text

@@ -1,4 +1,4 @@
-"""Calibration documents in files, where no Redis was named.
+"""Calibration documents in files, where no Redis was named, and the choice between the two.
 
     DIRECTORY/MODEL/REVISION/profile.json
                              curve:POLICY.json
@@ -12,16 +12,38 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.calibration.documents import Document, max_bytes, parse_document, read_limited
-from kvtier.calibration.keys import PREFIX, Key, parse_key, profile_key
+from kvtier.calibration.keys import PREFIX, Key, parse_key
 from kvtier.calibration.store.base import CalibrationStore, StoredKey, text_of
+from kvtier.config import Settings
 from kvtier.errors import CalibrationDocumentError, StoreError, StoreUnavailableError, UsageError
 
-SUFFIX = ".json"
+DIRECTORY, SUFFIX = "calibration", ".json"
+logger = logging.getLogger(__name__)
+
+Done = TypeVar("Done")
+
+
+def open_store(settings: Settings) -> CalibrationStore:
+    """The Redis of `redis.url`; without one the files in `data_dir`."""
+    if settings.redis.url is None:
+        return DirectoryStore(settings.data_dir / DIRECTORY)
+    from kvtier.calibration.store.redis import RedisStore
+
+    return RedisStore(
+        settings.redis.url.get_secret_value(),
+        ca_certs=settings.redis.ca,
+        certificate=settings.redis.certificate,
+        key=settings.redis.key,
+        timeout_s=settings.redis.timeout_s,
+        ttl_s=settings.calibration.ttl_s,
+    )
 
 
 class DirectoryStore(CalibrationStore):
@@ -80,7 +102,7 @@ class DirectoryStore(CalibrationStore):
 
     def folder(self, model: str, revision: str | None) -> Path:
         """Return the folder of everything of a model, by its name and its weights' revision."""
-        return self.path(profile_key(model, revision)).parent
+        return self.path(Key.of("profile", model, revision)).parent
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
@@ -118,9 +140,6 @@ def replace(path: Path, content: bytes) -> None:
         raise
 
 
-logger = logging.getLogger(__name__)
-
-
 class LocalCopy:
     """Copies in a `DirectoryStore`. Never raises: what cannot be read is a miss, what cannot be
     written is left out, and each is logged once per key until it works again."""
@@ -132,24 +151,12 @@ class LocalCopy:
 
     def load(self, key: Key) -> Document | None:
         """The last document saved under `key`, if it is there and whole."""
-        try:
-            document = self._store.get(key)
-        except (StoreError, CalibrationDocumentError) as error:
-            self._report(key, "local copy %s is not used: %s", self.path(key), error)
-            return None
-        self._reported.discard(key)
-        return document
+        return self._tried(key, "is not used", lambda: self._store.get(key))
 
     def save(self, document: Document) -> bool:
         """Replace the copy, atomically; whether it worked."""
-        key = document.key
-        try:
-            self._store.put(document)
-        except (StoreError, CalibrationDocumentError) as error:
-            self._report(key, "local copy %s cannot be written: %s", self.path(key), error)
-            return False
-        self._reported.discard(key)
-        return True
+        put = partial(self._store.put, document)
+        return self._tried(document.key, "cannot be written", put) is not None
 
     def forget(self, key: Key) -> None:
         """Remove the copy of a document that the store no longer has."""
@@ -160,7 +167,13 @@ class LocalCopy:
         """The file of a key."""
         return self._store.path(key)
 
-    def _report(self, key: Key, message: str, *details: object) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
-            logger.warning(message, *details)
+    def _tried(self, key: Key, fault: str, do: Callable[[], Done | None]) -> Done | None:
+        try:
+            done = do()
+        except (StoreError, CalibrationDocumentError) as error:
+            if key not in self._reported:
+                self._reported.add(key)
+                logger.warning("local copy %s %s: %s", self.path(key), fault, error)
+            return None
+        self._reported.discard(key)
+        return done

@@ -13,8 +13,8 @@ StoreUnavailableError  no connection, no answer in time, TLS that does not verif
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from kvtier.calibration.keys import PREFIX, Key, parse_key
 from kvtier.calibration.store.base import CalibrationStore, StoredKey, text_of
 from kvtier.calibration.store.redis_connections import (
     PARSER,
+    Answer,
     ReplyTooLargeError,
     TcpConnection,
     TlsConnection,
     UnixConnection,
-    limits,
+    bounded,
 )
 from kvtier.errors import (
     CalibrationDocumentError,
@@ -54,43 +55,21 @@ _REFUSED = (
 _PASSING = (exceptions.ClusterDownError, exceptions.MasterDownError, exceptions.TryAgainError)
 
 
-@contextmanager
-def redis_errors(address: RedisAddress) -> Iterator[None]:
-    """Raise every error of redis-py inside the block as a StoreError that names `address`.
-
-    The block may call redis-py and nothing else: an answer that is not Redis's protocol ends it
-    with whatever error its parser ran into, such as ValueError or RecursionError.
-    """
-    try:
-        yield
-    except KvtierError:
-        raise
-    except Exception as error:
-        # The original is not chained: a server may echo what it was sent, login included.
-        raise _as_store_error(error, address) from None
-
-
-def _as_store_error(error: Exception, address: RedisAddress) -> StoreError:
+def _store_error(error: Exception, address: RedisAddress) -> StoreError:
+    """An error of redis-py as one that names the address, without its password."""
     said = f"{type(error).__name__}: {error}"
     if not isinstance(error, (exceptions.RedisError, OSError)):
+        # Another protocol ends redis-py with whatever its parser ran into.
         said = f"answered what is not Redis's protocol ({said})"
-    text = _shortened(without_password(said, address))
-    message = f"calibration store {address}: {text}"
-    if isinstance(error, _REFUSED):
-        return StoreRefusedError(message)
-    if isinstance(error, exceptions.ResponseError) and not isinstance(error, _PASSING):
-        return StoreRefusedError(message)
-    return StoreUnavailableError(message)
-
-
-def _shortened(text: str) -> str:
-    """A server may quote a megabyte of its own; a log line shall not."""
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}…"
-
-
-def without_password(text: str, address: RedisAddress) -> str:
-    """`text` with every occurrence of the address's password hidden."""
-    return text.replace(address.password, HIDDEN) if address.password else text
+    if address.password:
+        said = said.replace(address.password, HIDDEN)
+    # A server may quote a megabyte of its own; a log line shall not.
+    if len(said) > MAX_MESSAGE_CHARACTERS:
+        said = f"{said[:MAX_MESSAGE_CHARACTERS]}…"
+    passing = not isinstance(error, exceptions.ResponseError) or isinstance(error, _PASSING)
+    unavailable = passing and not isinstance(error, _REFUSED)
+    kind = StoreUnavailableError if unavailable else StoreRefusedError
+    return kind(f"calibration store {address}: {said}")
 
 
 CLIENT_NAME = "kvtier"
@@ -134,12 +113,12 @@ class RedisStore(CalibrationStore):
         except ValueError as error:
             raise UsageError("redis.url", str(error), "another URL") from None
         self._timeout_s, self._ttl_s = timeout_s, ttl_s
-        self._client = connect(
+        self._client = _client(
             self._address,
-            ca_certs=ca_certs,
-            certificate=certificate,
-            key=key,
-            timeout_s=timeout_s,
+            timeout_s,
+            ssl_ca_certs=ca_certs,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
 
     def __repr__(self) -> str:
@@ -147,55 +126,60 @@ class RedisStore(CalibrationStore):
 
     def get(self, key: Key) -> Document | None:
         most = max_bytes(key)
-        with self._call(max_bytes=most + SPARE_BYTES):
+
+        def ask(client: Any) -> bytes | None:
             try:
-                text = _bytes_or_none(self._client.get(str(key)))
+                text = client.get(str(key))
             except ReplyTooLargeError:
                 # Only this one: the store may well hold others that can be read.
                 too_large = f"{key}: document: larger than {most} bytes"
                 raise CalibrationDocumentError(too_large) from None
+            if text is None or isinstance(text, bytes):
+                return text
+            raise TypeError(f"GET answered {type(text).__name__}")
+
+        text = self._call(ask, max_bytes=most + SPARE_BYTES)
         return None if text is None else parse_document(key, text)
 
     def put(self, document: Document) -> Key:
         key, text = document.key, text_of(document)
-        with self._call():
-            self._client.set(str(key), text, ex=self._ttl_s)
+        self._call(lambda client: client.set(str(key), text, ex=self._ttl_s))
         return key
 
     def delete(self, key: Key) -> bool:
-        with self._call():
-            return bool(self._client.delete(str(key)))
+        return bool(self._call(lambda client: client.delete(str(key))))
 
     def list(self) -> tuple[StoredKey, ...]:
-        with self._call(LIST_TIMEOUTS, MAX_LIST_BYTES):
-            names = [*self._client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT)]
-            found = sorted({key for name in names if (key := _key_of(name))}, key=str)
-            ttls = self._ttls_s(found)
-        return tuple(StoredKey(key, ttl) for key, ttl in zip(found, ttls, strict=True))
+        return self._call(_listed, LIST_TIMEOUTS, MAX_LIST_BYTES)
 
     def close(self) -> None:
         self._client.close()
 
-    @contextmanager
     def _call(
-        self, timeouts: float = CALL_TIMEOUTS, max_bytes: int = SPARE_BYTES
-    ) -> Iterator[None]:
-        """One call to the server: bounded, and whatever goes wrong is a StoreError."""
-        with redis_errors(self._address), limits(timeouts * self._timeout_s, max_bytes):
-            yield
+        self,
+        ask: Callable[[Any], Answer],
+        timeouts: float = CALL_TIMEOUTS,
+        max_bytes: int = SPARE_BYTES,
+    ) -> Answer:
+        """The answer of redis-py, which is all that `ask` calls: it is bounded, and whatever goes
+        wrong is a StoreError."""
+        try:
+            return bounded(partial(ask, self._client), timeouts * self._timeout_s, max_bytes)
+        except KvtierError:
+            raise
+        except Exception as error:
+            # The original is not chained: a server may echo what it was sent, login included.
+            raise _store_error(error, self._address) from None
 
-    def _ttls_s(self, keys: Sequence[Key]) -> Sequence[float | None]:
-        with self._client.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.pttl(str(key))
-            return [None if ttl < 0 else ttl / 1000 for ttl in pipeline.execute()]
 
-
-def _bytes_or_none(answer: Any) -> bytes | None:
-    """Return an answer that GET may give. Raises TypeError for what no Redis answers."""
-    if answer is None or isinstance(answer, bytes):
-        return answer
-    raise TypeError(f"GET answered {type(answer).__name__}")
+def _listed(client: Any) -> tuple[StoredKey, ...]:
+    names = [*client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT)]
+    found = sorted({key for name in names if (key := _key_of(name))}, key=str)
+    with client.pipeline(transaction=False) as pipeline:
+        for key in found:
+            pipeline.pttl(str(key))
+        ttls = [None if ttl < 0 else ttl / 1000 for ttl in pipeline.execute()]
+    return tuple(map(StoredKey, found, ttls))
 
 
 def _key_of(name: bytes) -> Key | None:
@@ -205,15 +189,7 @@ def _key_of(name: bytes) -> Key | None:
         return None  # under our prefix, and not ours
 
 
-def connect(
-    address: RedisAddress,
-    *,
-    ca_certs: Path | None = None,
-    certificate: Path | None = None,
-    key: Path | None = None,
-    timeout_s: float,
-    retries: int = RETRIES,
-) -> Any:
+def _client(address: RedisAddress, timeout_s: float, **files: Path | None) -> Any:
     """A redis-py client. Answers are bytes; RESP2, which every Redis and its forks speak."""
     where: dict[str, Any] = {"host": address.host, "port": address.port}
     connection_class: Any = TcpConnection
@@ -222,13 +198,8 @@ def connect(
         connection_class = UnixConnection
     elif address.scheme == "rediss":
         connection_class = TlsConnection
-        where |= {
-            "ssl_ca_certs": None if ca_certs is None else str(ca_certs),
-            "ssl_certfile": None if certificate is None else str(certificate),
-            "ssl_keyfile": None if key is None else str(key),
-            "ssl_cert_reqs": "required",
-            "ssl_check_hostname": True,
-        }
+        where |= {name: None if file is None else str(file) for name, file in files.items()}
+        where |= {"ssl_cert_reqs": "required", "ssl_check_hostname": True}
     pool = ConnectionPool(
         connection_class=connection_class,
         parser_class=PARSER,
@@ -240,6 +211,6 @@ def connect(
         protocol=2,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
-        retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), retries),
+        retry=Retry(ExponentialWithJitterBackoff(base=RETRY_BASE_S, cap=RETRY_CAP_S), RETRIES),
     )
     return Redis.from_pool(pool)

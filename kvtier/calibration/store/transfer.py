@@ -12,7 +12,7 @@ from pathlib import Path
 from kvtier.calibration.documents import (
     MAX_EXPORT_BYTES,
     Document,
-    check_json_limits,
+    check_size,
     parse_document,
     read_limited,
 )
@@ -56,24 +56,21 @@ def read_export(path: Path) -> list[Document]:
     """
     try:
         raw = read_limited(path, MAX_EXPORT_BYTES)
-        check_json_limits(raw, MAX_EXPORT_BYTES)
+        check_size(raw, MAX_EXPORT_BYTES)
+        content = parse_json(raw, str(path))
+        version, documents = content.get("schema_version"), content.get("documents")
+        if not isinstance(documents, dict):
+            raise UsageError("FILE", "a file of `kvtier calibration export`", str(path))
+        if version != SCHEMA_VERSION:
+            raise UsageError("FILE", f"schema_version {SCHEMA_VERSION}", version)
+        return [
+            parse_document(parse_key(name, "FILE"), json.dumps(document))
+            for name, document in documents.items()
+        ]
     except CalibrationDocumentError as error:
         raise type(error)(f"{path}: {error}") from error
     except OSError as error:
         raise UsageError("FILE", "a readable file", f"{path}: {error.strerror}") from error
-    content = parse_json(raw, str(path))
-    version, documents = content.get("schema_version"), content.get("documents")
-    if not isinstance(documents, dict):
-        raise UsageError("FILE", "a file of `kvtier calibration export`", str(path))
-    if version != SCHEMA_VERSION:
-        raise UsageError("FILE", f"schema_version {SCHEMA_VERSION}", version)
-    found = []
-    for name, document in documents.items():
-        try:
-            found.append(parse_document(parse_key(name, "FILE"), json.dumps(document)))
-        except CalibrationDocumentError as error:
-            raise type(error)(f"{path}: {error}") from error
-    return found
 
 
 def import_documents(store: CalibrationStore, documents: list[Document]) -> list[tuple[Key, str]]:

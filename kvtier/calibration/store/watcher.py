@@ -18,10 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier.calibration.documents import CurveDocument, Document
-from kvtier.calibration.keys import CurveKey, curve_key
+from kvtier.calibration.keys import Key
 from kvtier.calibration.store.base import CalibrationStore
-from kvtier.calibration.store.directory import LocalCopy
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import LocalCopy, open_store
 from kvtier.config import Settings
 from kvtier.errors import (
     CalibrationDocumentError,
@@ -56,8 +55,8 @@ class Served:
     dtype: str
 
     @property
-    def key(self) -> CurveKey:
-        return curve_key(self.model, self.revision, self.policy)
+    def key(self) -> Key:
+        return Key.of("curve", self.model, self.revision, self.policy)
 
     def checked(self, document: Document | None) -> CurveDocument | None:
         """A document of a curve's key. Raises CalibrationMismatchError for one of something

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtier.errors import UsageError
-from kvtier.heads.methods.base import HeadMethod, HeadScores, Selection, Target
+from kvtier.heads.methods.base import HeadMethod, HeadScores, Target
 from kvtier.heads.methods.contextkeeper import ContextKeeper
 from kvtier.heads.methods.razor import Razor
 from kvtier.heads.methods.taylor import Taylor
@@ -37,7 +37,6 @@ __all__ = [
     "METHODS",
     "HeadMethod",
     "HeadScores",
-    "Selection",
     "Target",
     "make_method",
 ]

@@ -2,7 +2,7 @@
 
     samples ──> ProbeBatch (context KV, computed once) ──> score ──> HeadScores
                                                                          │ ranking
-                                          target: share, budget ──> select ──> Selection
+                                          target: share, budget ──> select ──> CA heads
 
 A method is a file of its own and a line in `kvtier.heads.methods`. It scores the heads, in a matrix
 `[layers][kv_heads]`, higher = keep the context; ranking them, ties and all, and taking as many as a
@@ -140,15 +140,6 @@ class HeadScores:
     tasks: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Chosen CA heads, the scores they were chosen by, and how."""
-
-    ca_heads: tuple[tuple[int, ...], ...]
-    scores: Matrix
-    parameters: dict[str, Any]
-
-
 class MethodOption(NamedTuple):
     """A flag of `kvtier calibrate heads` that is for one method.
 
@@ -163,7 +154,8 @@ class MethodOption(NamedTuple):
 
 
 class HeadMethod(ABC):
-    """A way to find the heads that need the context. Stateless between calls.
+    """A way to find the heads that need the context. Stateless between calls; its attributes are
+    its parameters, which a profile names.
 
     name:          what users choose it by
     data_free:     scores come from the model alone: one batch is enough, unless a budget is
@@ -196,19 +188,15 @@ class HeadMethod(ABC):
         """The heads that the method's own rule keeps, in any order."""
         raise NotImplementedError(f"{self.name}: default_selection is only for has_own_rule")
 
-    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        """Return what a profile says of how its heads were found, as JSON."""
-        return {}
-
     def select(
         self,
         scores: HeadScores,
         batches: Sequence[ProbeBatch],
         target: Target,
         progress: Progress = no_progress,
-    ) -> Selection:
-        """The CA heads for `target`, which `check_target` has accepted: with a share or a budget
-        the first of the ranking, else the method's own choice.
+    ) -> tuple[tuple[int, ...], ...]:
+        """The CA heads for `target`, which `check_target` has accepted, in the layout of a profile:
+        with a share or a budget the first of the ranking, else the method's own choice.
 
         batches: samples that a budget is judged on; others than the scores' where there are any
         """
@@ -216,10 +204,9 @@ class HeadMethod(ABC):
         if target.is_open:
             chosen = self.default_selection(scores, shape)
         else:
-            order = self.ranking(scores, shape)
+            chosen = self.ranking(scores, shape)
             count = target.num_heads(shape)
             if target.budget is not None:
-                count = fewest_within(order, batches, count, target.budget, progress)
-            chosen = order[:count]
-        by_layer = heads_by_layer(chosen, shape.num_layers)
-        return Selection(by_layer, scores.mean, self.provenance(scores, shape))
+                count = fewest_within(chosen, batches, count, target.budget, progress)
+            chosen = chosen[:count]
+        return heads_by_layer(chosen, shape.num_layers)

@@ -17,7 +17,8 @@ Attention mass shows where a head looks, not whether the answer depends on it; c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from kvtier.errors import UsageError
 from kvtier.heads.methods.base import (
@@ -29,7 +30,7 @@ from kvtier.heads.methods.base import (
     ranked,
 )
 from kvtier.heads.profile import Head, Matrix, ModelShape
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 
 if TYPE_CHECKING:
     from kvtier.heads.probes.context import ProbeBatch
@@ -38,19 +39,23 @@ MHA_CANDIDATE_SHARE = 0.825
 GQA_CANDIDATE_SHARE = 0.65
 
 
-class ContextKeeper(HeadMethod):
-    """Consensus over attention mass.
+# m, rows (questions shorter than that count in full), and K, tokens of the right answer,
+# teacher-forced: the middles of the paper's ranges.
+PREFILL_ROWS, DECODE_STEPS = 32, 8
 
-    prefill_rows:      m, rows; questions shorter than that count in full
-    decode_steps:      K, tokens of the right answer, teacher-forced
+
+@dataclass(frozen=True)
+class ContextKeeper(HeadMethod):
+    """Consensus over attention mass. Defaults are the middles of the paper's ranges.
+
     candidate_share:   p, of each layer's KV heads, in (0, 1]; None: the paper's for the model
     sample_consensus:  s, share of samples, in (0, 1]
     task_consensus:    t, share of tasks, in (0, 1]
     """
 
-    name = "contextkeeper"
-    has_own_rule = True
-    options = (
+    name: ClassVar[str] = "contextkeeper"
+    has_own_rule: ClassVar[bool] = True
+    options: ClassVar[tuple[MethodOption, ...]] = (
         MethodOption(
             "candidate_share", float, "P",
             "share of each layer's heads that are a sample's candidates (default: "
@@ -64,41 +69,24 @@ class ContextKeeper(HeadMethod):
         ),
     )  # fmt: skip
 
-    def __init__(
-        self,
-        prefill_rows: int = 32,
-        decode_steps: int = 8,
-        candidate_share: float | None = None,
-        sample_consensus: float = 0.85,
-        task_consensus: float = 0.85,
-    ) -> None:
-        """Defaults are the middles of the paper's ranges. Raises UsageError naming a bad one."""
-        for name, count in (("prefill_rows", prefill_rows), ("decode_steps", decode_steps)):
-            if count < 1:
-                raise UsageError(name, "at least 1", count)
-        shares = {
-            "candidate_share": candidate_share,
-            "sample_consensus": sample_consensus,
-            "task_consensus": task_consensus,
-        }
-        for name, share in shares.items():
+    candidate_share: float | None = None
+    sample_consensus: float = 0.85
+    task_consensus: float = 0.85
+
+    def __post_init__(self) -> None:
+        """Raises UsageError naming a bad one."""
+        for name, share in asdict(self).items():
             if share is not None and not 0 < share <= 1:
                 raise UsageError(name, "a number in (0, 1]", share)
-        self.prefill_rows = prefill_rows
-        self.decode_steps = decode_steps
-        self.candidate_share = candidate_share
-        self.sample_consensus = sample_consensus
-        self.task_consensus = task_consensus
 
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
         """Mean attention mass on the middle, per sample and over all, in [0, 1]."""
-        per_sample = []
-        for done, batch in enumerate(batches):
-            progress("attention mass", done, len(batches))
-            per_sample.append(batch.middle_mass(self.prefill_rows, self.decode_steps))
-        progress("attention mass", len(batches), len(batches))
+        per_sample = tuple(
+            batch.middle_mass(PREFILL_ROWS, DECODE_STEPS)
+            for batch in each(batches, "attention mass", progress)
+        )
         tasks = tuple(batch.sample.task for batch in batches)
-        return HeadScores(mean_matrix(per_sample), tuple(per_sample), tasks)
+        return HeadScores(mean_matrix(per_sample), per_sample, tasks)
 
     def ranking(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """All heads by consensus. Votes are few, so ties are many: the mass itself decides between
@@ -106,32 +94,14 @@ class ContextKeeper(HeadMethod):
         return ranked(mean_matrix(self._votes(scores, shape)), scores.mean)
 
     def default_selection(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
-        """The heads that pass both thresholds."""
-        return self.agreed(self._votes(scores, shape), scores.tasks)
-
-    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        return {
-            "prefill_rows": self.prefill_rows,
-            "decode_steps": self.decode_steps,
-            "candidate_share": self._share(shape),
-            "sample_consensus": self.sample_consensus,
-            "task_consensus": self.task_consensus,
-            "consensus": mean_matrix(self._votes(scores, shape)),
-        }
-
-    def _share(self, shape: ModelShape) -> float:
-        return self.candidate_share or default_candidate_share(shape)
-
-    def _votes(self, scores: HeadScores, shape: ModelShape) -> list[Matrix]:
-        """Return per sample 1.0 for each candidate."""
-        return [candidates(matrix, self._share(shape)) for matrix in scores.per_sample]
-
-    def agreed(self, votes: Sequence[Matrix], tasks: Sequence[str]) -> list[Head]:
-        """Heads that pass both thresholds; a task agrees when most of its samples do."""
+        """The heads that pass both thresholds; a task agrees when most of its samples do."""
+        votes = self._votes(scores, shape)
         overall = mean_matrix(votes)
         by_task = [
-            mean_matrix([vote for vote, task in zip(votes, tasks, strict=True) if task == wanted])
-            for wanted in sorted(set(tasks))
+            mean_matrix(
+                [vote for vote, task in zip(votes, scores.tasks, strict=True) if task == one]
+            )
+            for one in sorted(set(scores.tasks))
         ]
         # Shares are compared as quotients: 0.55 * 20 is more than 11 in floating point.
         return [
@@ -141,6 +111,13 @@ class ContextKeeper(HeadMethod):
             and sum(matrix[layer][head] > 0.5 for matrix in by_task) / len(by_task)
             >= self.task_consensus
         ]
+
+    def _share(self, shape: ModelShape) -> float:
+        return self.candidate_share or default_candidate_share(shape)
+
+    def _votes(self, scores: HeadScores, shape: ModelShape) -> list[Matrix]:
+        """Return per sample 1.0 for each candidate."""
+        return [candidates(matrix, self._share(shape)) for matrix in scores.per_sample]
 
 
 def default_candidate_share(shape: ModelShape) -> float:

@@ -19,9 +19,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, best_heads, ranked
 from kvtier.heads.model.config import context_length
 from kvtier.heads.profile import Head, Matrix, ModelShape
@@ -34,16 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RazorScores(HeadScores):
-    """Scores with what they were made of.
-
-    masses:         per query head
-    random_tokens:  how many different ones were repeated
-    """
+    """Scores with what they were made of. masses: per query head."""
 
     masses: RepeatMasses
-    random_tokens: int
 
 
+@dataclass(frozen=True)
 class Razor(HeadMethod):
     """Induction and echo heads.
 
@@ -53,31 +48,16 @@ class Razor(HeadMethod):
     echo_share:       likewise for echo
     """
 
-    name = "razor"
-    data_free = True
-    has_own_rule = True
-    takes_seed = True
+    name: ClassVar[str] = "razor"
+    data_free: ClassVar[bool] = True
+    has_own_rule: ClassVar[bool] = True
+    takes_seed: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        random_tokens: int = 2500,
-        repeats: int = 4,
-        induction_share: float = 0.14,
-        echo_share: float = 0.01,
-        seed: int = 0,
-    ) -> None:
-        """Raises UsageError naming a bad one."""
-        for name, count in (("random_tokens", random_tokens), ("repeats", repeats)):
-            if count < 2:
-                raise UsageError(name, "at least 2", count)
-        for name, share in (("induction_share", induction_share), ("echo_share", echo_share)):
-            if not 0 < share <= 1:
-                raise UsageError(name, "a number in (0, 1]", share)
-        self.random_tokens = random_tokens
-        self.repeats = repeats
-        self.induction_share = induction_share
-        self.echo_share = echo_share
-        self.seed = seed
+    random_tokens: int = 2500
+    repeats: int = 4
+    induction_share: float = 0.14
+    echo_share: float = 0.01
+    seed: int = 0
 
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> RazorScores:
         """1 / admission per KV head; the samples are not looked at."""
@@ -88,15 +68,13 @@ class Razor(HeadMethod):
         longest = context_length(probe.model.config.get_text_config().to_dict())
         count = min(self.random_tokens, len(plain))
         count = min(count, longest // self.repeats) if longest else count
-        if count < 2:
-            raise UsageError("random_tokens", "room for two different tokens", count)
         base = random.Random(self.seed).sample(plain, count)
-        masses = repeat_masses(probe.model, base, self.repeats, probe.chunk_tokens, progress)
+        masses = repeat_masses(probe.model, base, self.repeats, progress)
         mean = tuple(
             tuple(1 / admission for admission in row)
             for row in self.admissions(masses, probe.shape.group_size)
         )
-        return RazorScores(mean=mean, masses=masses, random_tokens=count)
+        return RazorScores(mean=mean, masses=masses)
 
     def admissions(self, masses: RepeatMasses, group_size: int) -> Matrix:
         """Factor on both shares at which a KV head is first protected, `[layers][kv_heads]`."""
@@ -113,7 +91,8 @@ class Razor(HeadMethod):
     def ranking(self, scores: HeadScores, shape: ModelShape) -> list[Head]:
         """All heads, the first to be admitted first. Many groups share a rank when the shares are
         few heads: the mass decides between them."""
-        masses = _of_razor(scores).masses.induction
+        assert isinstance(scores, RazorScores), "scores of another method"
+        masses = scores.masses.induction
         induction = tuple(_by_group(row, shape.group_size, max) for row in masses)
         return ranked(scores.mean, induction)
 
@@ -121,23 +100,6 @@ class Razor(HeadMethod):
         """The paper's heads."""
         order = self.ranking(scores, shape)
         return [(layer, head) for layer, head in order if scores.mean[layer][head] >= 1]
-
-    def provenance(self, scores: HeadScores, shape: ModelShape) -> dict[str, Any]:
-        found = _of_razor(scores)
-        return {
-            "random_tokens": found.random_tokens,
-            "repeats": self.repeats,
-            "induction_share": self.induction_share,
-            "echo_share": self.echo_share,
-            "razor_seed": self.seed,
-            "induction": found.masses.induction,
-            "echo": found.masses.echo,
-        }
-
-
-def _of_razor(scores: HeadScores) -> RazorScores:
-    assert isinstance(scores, RazorScores), "scores of another method"
-    return scores
 
 
 def _relative_ranks(scores: Matrix, protected: int) -> list[list[float]]:

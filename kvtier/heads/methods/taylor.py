@@ -12,29 +12,27 @@ of it, most heads stand in for one another and none is missed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from kvtier.errors import UsageError
 from kvtier.heads.methods.base import HeadMethod, HeadScores, mean_matrix
-from kvtier.heads.progress import Progress, no_progress
+from kvtier.heads.progress import Progress, each, no_progress
 
 if TYPE_CHECKING:
     from kvtier.heads.probes.context import ProbeBatch
 
 
+@dataclass(frozen=True)
 class Taylor(HeadMethod):
     """Minus the gradient of the loss by the gates.
 
     seed:  of the gates
     """
 
-    name = "taylor"
-    takes_seed = True
+    name: ClassVar[str] = "taylor"
+    takes_seed: ClassVar[bool] = True
 
-    def __init__(self, seed: int = 0) -> None:
-        if seed < 0:
-            raise UsageError("seed", "at least 0", seed)
-        self.seed = seed
+    seed: int = 0
 
     def score(self, batches: Sequence[ProbeBatch], progress: Progress = no_progress) -> HeadScores:
         """Nats per answer token that a head's whole context is worth, to first order."""
@@ -46,10 +44,8 @@ class Taylor(HeadMethod):
         random = torch.Generator().manual_seed(self.seed)
         gates = torch.rand(shape.num_layers, shape.num_kv_heads, generator=random)
         found = []
-        for done, batch in enumerate(batches):
-            progress("gradients", done, len(batches))
-            _, gradient = gate_gradient(batch, gates.to(batch.ids.device))
+        for batch in each(batches, "gradients", progress):
+            _, gradient = gate_gradient(batch, gates.to(batch.probe.model.device))
             found.append(tuple(tuple(-float(x) for x in row) for row in gradient))
-        progress("gradients", len(batches), len(batches))
         tasks = tuple(batch.sample.task for batch in batches)
         return HeadScores(mean_matrix(found), tuple(found), tasks)

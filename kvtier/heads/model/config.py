@@ -153,6 +153,5 @@ def _digest(files: Sequence[Path]) -> str:
     for file in files:
         digest.update(file.name.encode())
         with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()[:16]

@@ -23,16 +23,23 @@ def load_model(model_path: str) -> Any:
     replaced.
     """
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    placed = _placement(model_path)
     folder = None
-    if "device_map" in placed:
-        # Transformers keeps weights here that are in no file as it wants them.
-        folder = placed["offload_folder"] = tempfile.mkdtemp()
     try:
-        model = _from_pretrained(model_path, placed)
+        config = AutoConfig.from_pretrained(model_path)
+        placed = _placement(model_path, config.get_text_config().dtype)
+        if "device_map" in placed:
+            # Transformers keeps weights here that are in no file as it wants them.
+            folder = placed["offload_folder"] = tempfile.mkdtemp()
+        # Transformers has no other class of some models that see, too.
+        speaks = config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        sees = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        auto = AutoModelForImageTextToText if sees and not speaks else AutoModelForCausalLM
+        model = auto.from_pretrained(model_path, **placed)
     except (OSError, ValueError) as error:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -47,20 +54,9 @@ def load_model(model_path: str) -> Any:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _from_pretrained(model_path: str, placed: dict[str, Any]) -> Any:
-    """A language model, or one that sees, too, which transformers has no other class of."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto
-
-    kind = AutoConfig.from_pretrained(model_path).model_type
-    speaks = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    sees = kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    auto = AutoModelForImageTextToText if sees and not speaks else AutoModelForCausalLM
-    return auto.from_pretrained(model_path, **placed)
-
-
-def _placement(model_path: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for dtype and devices."""
+def _placement(model_path: str, dtype: Any) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for dtype and devices. dtype: that the model's
+    files have, as its configuration says"""
     import torch
 
     folder = folder_of(model_path)
@@ -68,23 +64,12 @@ def _placement(model_path: str) -> dict[str, Any]:
     stored, room = sum(file.stat().st_size for file in files), FOR_WEIGHTS * free_memory()
     if torch.cuda.is_available():
         return {"dtype": "auto", **({} if stored <= room else {"device_map": "auto"})}
-    if stored * torch.float32.itemsize / _stored_itemsize(model_path) <= room:
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+    if stored * torch.float32.itemsize / itemsize <= room:
         return {"dtype": torch.float32}
     if stored <= room:
         return {"dtype": "auto"}
     return {"dtype": "auto", "device_map": "auto", "max_memory": {"cpu": int(room)}}
-
-
-def _stored_itemsize(model_path: str) -> int:
-    """Bytes of a number in a model's files, as its configuration says."""
-    import torch
-    from transformers import AutoConfig
-
-    try:
-        dtype = AutoConfig.from_pretrained(model_path).get_text_config().dtype
-    except (OSError, ValueError, KeyError):
-        return torch.float32.itemsize
-    return dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
 
 
 def free_memory() -> int:

@@ -152,5 +152,3 @@ _OBSTACLES: tuple[tuple[Callable[[Config], bool], str], ...] = (
     (_is_windowed, "sliding windows in every layer"),
     (_sizes_differ, "keys or values of more than one size"),
 )
-
-__all__ = ["EXPECTED", "check_supported", "text_config", "windows_of"]

@@ -13,7 +13,7 @@ remembered for the way back is one layer's input per layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from kvtier.heads.probes.context import LayerParts, ProbeBatch
-from kvtier.heads.probes.row import attend_beside, row_of
-from kvtier.heads.reference.attention import Block, attending
+from kvtier.heads.probes.context import ProbeBatch
+from kvtier.heads.probes.row import attend_beside
+from kvtier.heads.reference.attention import attending
 
 
 def gate_gradient(batch: ProbeBatch, gates: Tensor) -> tuple[float, Tensor]:
@@ -36,11 +36,17 @@ def gate_gradient(batch: ProbeBatch, gates: Tensor) -> tuple[float, Tensor]:
     gates: float `[layers, kv_heads]` in [0, 1], on the model's device
     """
     gates = gates.detach().clone().requires_grad_()
-    model = batch.probe.model
-    row = row_of(batch.sample.questions, batch.context_tokens, batch.ids.device)
+    model, row = batch.probe.model, batch.asker.row
+    every = [True] * batch.shape.num_kv_heads
+    none = [False] * batch.shape.num_kv_heads
 
     def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return mixed_attention(gates[layer], batch.layers[layer], q, k, v, row.sees, scale)
+        exact, local = (
+            attend_beside(q, k, v, batch.held(layer, kept), row.sees, scale)
+            for kept in (every, none)
+        )
+        gate = gates[layer].to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        return gate * exact + (1 - gate) * local
 
     with torch.enable_grad(), attending(model, attend_layer), _checkpointed(model):
         loss = cross_entropy(row.logits(model), row.targets)
@@ -63,32 +69,3 @@ def _checkpointed(model: Any) -> Iterator[None]:
     finally:
         for layer in layers:
             del layer.forward
-
-
-def mixed_attention(
-    gates: Tensor, parts: LayerParts, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float
-) -> Tensor:
-    """One layer's attention with every KV head's gate, see the module docstring.
-
-    gates:  `[kv_heads]`
-    q:      `[1, heads, tokens, dim]`; k, v: `[1, kv_heads, tokens, dim]` of the tokens themselves
-    sees:   `[tokens, tokens]`, added to the logits
-    """
-    exact = _attend(q, k, v, [parts.edges, parts.middle], sees, scale)
-    local = _attend(q, k, v, [parts.edges, parts.entry], sees, scale)
-    gate = gates.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
-    return gate * exact + (1 - gate) * local
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, context: Sequence[Block | None], sees: Tensor, scale: float
-) -> Tensor:
-    """Attention over blocks of the context and the tokens' own keys."""
-    blocks = [block for block in context if block is not None]
-    votes = [sees.new_full((q.shape[1], block.k.shape[1]), block.log_votes) for block in blocks]
-    held = (
-        torch.cat([block.k for block in blocks], dim=1),
-        torch.cat([block.v for block in blocks], dim=1),
-        torch.cat(votes, dim=1),
-    )
-    return attend_beside(q, k, v, held, sees, scale)

@@ -76,20 +76,25 @@ def selected(
     group:  query heads per KV head
     summed: bool `[layers, kv_heads]`, heads that have one entry for all that they do not keep
     """
-    layers = []
-    for at, (k, v) in enumerate(kv):
-        parts = []
-        for head, mine in enumerate(kept[at]):
-            one = slice(head, head + 1)
-            held_k, held_v = k[one, mine], v[one, mine]
-            votes = k.new_zeros(group, int(mine.sum()))
-            if summed is not None and summed[at, head]:
-                entry = mean_entry(k[one, ~mine], v[one, ~mine])
-                held_k, held_v = torch.cat([held_k, entry.k], 1), torch.cat([held_v, entry.v], 1)
-                votes = torch.nn.functional.pad(votes, (0, 1), value=entry.log_votes)
-            parts.append(Held(held_k, held_v, votes))
-        layers.append(stacked(parts))
-    return layers
+    return [
+        held_of(k, v, kept[at], group, None if summed is None else summed[at])
+        for at, (k, v) in enumerate(kv)
+    ]
+
+
+def held_of(k: Tensor, v: Tensor, kept: Tensor, group: int, summed: Tensor | None) -> Held:
+    """One layer's; see `selected`."""
+    parts = []
+    for head, mine in enumerate(kept):
+        one = slice(head, head + 1)
+        held_k, held_v = k[one, mine], v[one, mine]
+        votes = k.new_zeros(group, int(mine.sum()))
+        if summed is not None and summed[head]:
+            entry = mean_entry(k[one, ~mine], v[one, ~mine])
+            held_k, held_v = torch.cat([held_k, entry.k], 1), torch.cat([held_v, entry.v], 1)
+            votes = torch.nn.functional.pad(votes, (0, 1), value=entry.log_votes)
+        parts.append(Held(held_k, held_v, votes))
+    return stacked(parts)
 
 
 def entries(layers: Sequence[Held], group: int) -> int:
@@ -104,25 +109,11 @@ class Asker:
         self.model = model
         self.row: Row = row_of(sample.questions, len(sample.context_ids), model.device)
 
-    @torch.inference_mode()
-    def quality(self, layers: Sequence[Held], refresh: Refresh | None = None) -> Quality:
-        """Return how the questions are answered from `layers`, or from what `refresh` makes of
-        them."""
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            if refresh is None:
-                return attend_beside(q, k, v, layers[layer], self.row.sees, scale)
-            parts = []
-            for span, prompt in zip(self.row.spans, self.row.prompts, strict=True):
-                mine = q[:, :, span]
-                held = refresh(layer, newest_queries(mine[:, :, :prompt], k.shape[1], scale))
-                own = (k[:, :, span], v[:, :, span])
-                parts.append(attend_beside(mine, *own, held, self.row.sees[span, span], scale))
-            return torch.cat(parts, dim=2)
-
-        with attending(self.model, attend):
-            logits = self.row.logits(self.model)
-        targets = self.row.targets
+    def quality(
+        self, layers: Sequence[Held] | Callable[[int], Held], refresh: Refresh | None = None
+    ) -> Quality:
+        """Return how the questions are answered; see `logits`."""
+        logits, targets = self.logits(layers, refresh), self.row.targets
         right = logits.argmax(-1) == targets
         answers = [
             right[(self.row.asked >= span.start) & (self.row.asked < span.stop)]
@@ -134,5 +125,24 @@ class Asker:
             loss=float(cross_entropy(logits, targets)),
         )
 
+    @torch.inference_mode()
+    def logits(
+        self, layers: Sequence[Held] | Callable[[int], Held], refresh: Refresh | None = None
+    ) -> Tensor:
+        """Float32 `[scored, vocab]` of the answers' tokens, from `layers`, which may be made one at
+        a time, or from what `refresh` makes of them."""
+        of_layer = layers if callable(layers) else layers.__getitem__
 
-__all__ = ["Asker", "Held", "Refresh", "entries", "newest_queries", "selected", "stacked"]
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if refresh is None:
+                return attend_beside(q, k, v, of_layer(layer), self.row.sees, scale)
+            parts = []
+            for span, prompt in zip(self.row.spans, self.row.prompts, strict=True):
+                mine = q[:, :, span]
+                held = refresh(layer, newest_queries(mine[:, :, :prompt], k.shape[1], scale))
+                own = (k[:, :, span], v[:, :, span])
+                parts.append(attend_beside(mine, *own, held, self.row.sees[span, span], scale))
+            return torch.cat(parts, dim=2)
+
+        with attending(self.model, attend):
+            return self.row.logits(self.model)

@@ -7,7 +7,7 @@ engine.  No matrix is ever context × context.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,11 +37,24 @@ class AttentionState(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Rotated keys and values `[heads, entries, dim]`; `log_votes` is added to every logit."""
+    """Rotated keys and values `[heads, entries, dim]`; `log_votes` is added to every logit. at: the
+    entries' positions `[entries]`, where somebody wants them."""
 
     k: Tensor
     v: Tensor
     log_votes: float = 0.0
+    at: Tensor | None = None
+
+    def between(self, begin: int, stop: int) -> Block:
+        """The entries of the positions from `begin` to `stop`."""
+        assert self.at is not None, "a block without positions"
+        mine = (begin <= self.at) & (self.at < stop)
+        return Block(self.k[:, mine], self.v[:, mine], at=self.at[mine])
+
+
+def joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
+    """Keys and values of blocks without votes."""
+    return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
 
 
 def with_sinks(state: AttentionState, sinks: Tensor | None) -> AttentionState:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.profile import HeadProfile, full_profile
-from kvtier.heads.reference.attention import Block
+from kvtier.heads.reference.attention import Block, joined
 from kvtier.heads.reference.rotation import rotation_of, turned_keys
 from kvtier.heads.reference.session import (
     CHUNK_TOKENS,
@@ -133,8 +133,7 @@ class CompactingSession(ScoredSession):
             keep = self._kept_of(prompt_stop - start, span)
             for layer, cache in enumerate(self._anchored):
                 if cache.heads and keep < span.num_tokens:
-                    k = torch.cat([block.k for block in cache.fresh], dim=1)
-                    v = torch.cat([block.v for block in cache.fresh], dim=1)
+                    k, v = joined(cache.fresh)
                     middle = [x[:, span.begin : span.end] for x in (k, v)]
                     scores = self.scores(layer, cache.heads, middle[0], middle[1], span.begin)
                     chosen = select(scores, keep) + span.begin
@@ -176,8 +175,6 @@ class AdaptiveSession(ScoredSession):
         layers, heads = range(shape.num_layers), range(shape.num_kv_heads)
         self._by_head = [[ClassCache((head,), kv_dtype) for head in heads] for _ in layers]
         self._feedback = None if bits is None else self.scorer.feedback()
-        # The positions of every head's entries, block by block.
-        self.positions: list[list[list[Tensor]]] = [[[] for _ in heads] for _ in layers]
         # The positions of every block whose entries are coded.
         self.coded: list[range] = []
         self._full = [index for index, window in enumerate(self.windows) if window is None]
@@ -192,24 +189,15 @@ class AdaptiveSession(ScoredSession):
             self._code_anew(at)
         other = copy.copy(self)
         other.num_tokens, other._pending, other._window_kv = at, [], {}
-        other._by_head, other.positions = [], []
         used = self._blocks_of(0, at)
         other.coded = [range(self.coded[i].start, min(self.coded[i].stop, at)) for i in used]
-        for index, (layer, every) in enumerate(zip(self._by_head, self.positions, strict=True)):
-            caches, positions = [], []
-            if index not in self._full:
-                other._by_head.append([ClassCache(cache.heads, cache.dtype) for cache in layer])
-                other.positions.append([[] for _ in layer])
-                continue
-            for cache, blocks in zip(layer, every, strict=True):
-                kept = []
-                for i in used:
-                    mine = blocks[i] < at
-                    kept.append(Block(cache.settled[i].k[:, mine], cache.settled[i].v[:, mine]))
-                caches.append(ClassCache(cache.heads, cache.dtype, kept))
-                positions.append([blocks[i][blocks[i] < at] for i in used])
-            other._by_head.append(caches)
-            other.positions.append(positions)
+
+        def first(cache: ClassCache) -> ClassCache:
+            # Caches of layers with a window have no blocks.
+            kept = [cache.settled[i].between(0, at) for i in used if cache.settled]
+            return ClassCache(cache.heads, cache.dtype, kept)
+
+        other._by_head = [[first(cache) for cache in layer] for layer in self._by_head]
         other.forget()
         return other
 
@@ -219,9 +207,9 @@ class AdaptiveSession(ScoredSession):
             index
             for index in range(len(self.coded))
             if any(
-                bool(((begin <= blocks[index]) & (blocks[index] < stop)).any())
+                cache.settled[index].between(begin, stop).k.numel()
                 for layer in self._full
-                for blocks in self.positions[layer]
+                for cache in self._by_head[layer]
             )
         ]
 
@@ -233,18 +221,12 @@ class AdaptiveSession(ScoredSession):
             return
         coded = self.coded[index]
         self.coded[index : index + 1] = [range(coded.start, at), range(at, coded.stop)]
-        for layer, every in enumerate(self.positions):
-            for head, blocks in enumerate(every):
-                settled = self._by_head[layer][head].settled
-                block, where = settled[index], blocks[index]
-                first = where < at
-                rest = self._recoded(
-                    block.k[:, ~first], block.v[:, ~first], where[~first], self.coded[index + 1],
-                    layer, head,
-                )  # fmt: skip
-                parts = [Block(block.k[:, first], block.v[:, first]), Block(*rest)]
-                settled[index : index + 1] = parts
-                blocks[index : index + 1] = [where[first], where[~first]]
+        for layer in self._full:
+            for head, cache in enumerate(self._by_head[layer]):
+                block = cache.settled[index]
+                rest = block.between(at, self.num_tokens)
+                rest = self._recoded(rest, self.coded[index + 1], layer, head)
+                cache.settled[index : index + 1] = [block.between(0, at), rest]
 
     def compute(self, token_ids: Sequence[int]) -> None:
         """Go on with tokens of a request whose turn has not ended, all of which stay as they are.
@@ -260,19 +242,16 @@ class AdaptiveSession(ScoredSession):
         turned to where they stand in this one. Between turns only."""
         shift = self.num_tokens - begin
         used = other._blocks_of(begin, stop)
-        for layer, every in enumerate(other.positions):
-            for head, blocks in enumerate(every):
-                cache, theirs = self._by_head[layer][head], other._by_head[layer][head]
-                for block, at, coded in (
-                    (theirs.settled[i], blocks[i], other.coded[i]) for i in used
-                ):
-                    mine = (begin <= at) & (at < stop)
-                    k = cache.rounded(turned_keys(self.model, layer, block.k[:, mine], shift))
-                    v, at = block.v[:, mine], at[mine]
-                    if self.bits is not None and (shift or begin > coded.start):
-                        k, v = self._recoded(k, v, at, coded, layer, head)
-                    cache.settled.append(Block(k, v))
-                    self.positions[layer][head].append(at + shift)
+        for layer in self._full:
+            for head, cache in enumerate(self._by_head[layer]):
+                for i in used:
+                    block = other._by_head[layer][head].settled[i].between(begin, stop)
+                    k = cache.rounded(turned_keys(self.model, layer, block.k, shift))
+                    block = block._replace(k=k)
+                    if self.bits is not None and (shift or begin > other.coded[i].start):
+                        block = self._recoded(block, other.coded[i], layer, head)
+                    assert block.at is not None, "a block without positions"
+                    cache.settled.append(block._replace(at=block.at + shift))
         for coded in (other.coded[i] for i in used):
             first, last = (min(max(at, begin), stop) for at in (coded.start, coded.stop))
             self.coded.append(range(first + shift, last + shift))
@@ -356,11 +335,8 @@ class AdaptiveSession(ScoredSession):
                 if kept is not None:
                     stays[span.begin : span.end] = kept[index, head]
                 k, v = (side[:, stays] for side in fresh[index][head])
-                at = start + torch.nonzero(stays).squeeze(-1)
-                if coded:
-                    k, v = self._recoded(k, v, at, coded, layer, head)
-                cache.settled.append(Block(k, v))
-                self.positions[layer][head].append(at)
+                block = Block(k, v, at=start + torch.nonzero(stays).squeeze(-1))
+                cache.settled.append(self._recoded(block, coded, layer, head) if coded else block)
                 k, v = (side[:, tokens:] for side in every[index][head])
                 cache.fresh = [Block(k, v)] if k.shape[1] else []
         # A scorer whose scores compare remembers nothing of the prefill that would be kept here.
@@ -368,30 +344,19 @@ class AdaptiveSession(ScoredSession):
         self.forget()
         self.turn_start = stop
 
-    def _recoded(
-        self, k: Tensor, v: Tensor, at: Tensor, coded: range, layer: int, head: int
-    ) -> tuple[Tensor, Tensor]:
-        """One head's entries, which stand `at` these positions, with those of the positions that
-        are `coded` as their codes have them."""
+    def _recoded(self, block: Block, coded: range, layer: int, head: int) -> Block:
+        """One head's entries, those of the positions that are `coded` as their codes have them."""
         assert self.bits is not None, "entries that stay as they are"
-        k, v = k.clone(), v.clone()
-        those = (coded.start <= at) & (at < coded.stop)
+        assert block.at is not None, "a block without positions"
+        k, v = block.k.clone(), block.v.clone()
+        those = (coded.start <= block.at) & (block.at < coded.stop)
         fed_back = None if self._feedback is None else self._feedback[layer, head : head + 1]
         k[:, those], v[:, those] = recoded(k[:, those], v[:, those], self.bits, fed_back)
-        return k, v
-
-
-def joined(blocks: Sequence[Block]) -> tuple[Tensor, Tensor]:
-    """Keys and values of blocks without votes."""
-    return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
+        return block._replace(k=k, v=v)
 
 
 def _with_chosen(k: Tensor, v: Tensor, begin: int, end: int, chosen: Tensor) -> Block:
     """The turn's KV with only `chosen` `[heads, keep]` of [begin, end) left."""
-    parts = [torch.cat([t[:, :begin], gather_tokens(t, chosen), t[:, end:]], dim=1) for t in (k, v)]
+    own = chosen.unsqueeze(-1).expand(-1, -1, k.shape[-1])
+    parts = [torch.cat([t[:, :begin], t.gather(1, own), t[:, end:]], dim=1) for t in (k, v)]
     return Block(parts[0], parts[1])
-
-
-def gather_tokens(x: Tensor, chosen: Tensor) -> Tensor:
-    """Each head's own tokens: x `[heads, tokens, dim]`, chosen `[heads, keep]`."""
-    return x.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[-1]))

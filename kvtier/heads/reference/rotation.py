@@ -207,14 +207,3 @@ def _of_text(
     """Return what a rotary module applies to text, if it takes a picture's places, too."""
     cos, sin = rotary(like, positions.expand(3, *positions.shape))
     return (cos[0], sin[0]) if cos.ndim == 4 else (cos, sin)
-
-
-__all__ = [
-    "KeyRotation",
-    "candidates_of",
-    "fitting",
-    "prove",
-    "proving_positions",
-    "rotation_of",
-    "rotations_of",
-]

@@ -33,6 +33,7 @@ from kvtier.heads.reference.attention import (
     attend_own,
     attend_window,
     attending,
+    joined,
     mean_entry,
     with_sinks,
 )
@@ -80,8 +81,7 @@ class ClassCache:
 
     def settle(self, begin: int, end: int, compensation: bool) -> None:
         """End the turn; entries [begin, end) of the fresh ones are dropped."""
-        k = torch.cat([block.k for block in self.fresh], dim=1)
-        v = torch.cat([block.v for block in self.fresh], dim=1)
+        k, v = joined(self.fresh)
         self.fresh = []
         if end > begin:
             if compensation:
@@ -110,8 +110,7 @@ def _push(blocks: list[Block], block: Block) -> None:
     if last is None or last.log_votes or last.k.shape[1] >= COALESCE_TOKENS:
         blocks.append(block)
     else:
-        k, v = torch.cat([last.k, block.k], 1), torch.cat([last.v, block.v], 1)
-        blocks[-1] = Block(k, v)
+        blocks[-1] = Block(*joined([last, block]))
 
 
 class TurnResult(NamedTuple):
@@ -181,8 +180,7 @@ class ReferenceSession:
         a layer with a window."""
         if layer in self._window_kv:
             return self._window_kv[layer]
-        blocks = self._anchored[layer].settled
-        return torch.cat([b.k for b in blocks], dim=1), torch.cat([b.v for b in blocks], dim=1)
+        return joined(self._anchored[layer].settled)
 
     @torch.inference_mode()
     def turn(

@@ -15,13 +15,13 @@ from kvtier.heads.samples.synthetic import (
     CALIBRATION,
     HELD_OUT,
     JUDGING,
-    encoder_for,
     make_samples,
     tasks_for,
 )
 from kvtier.heads.samples.users import read_user_samples
 from kvtier.retention.locality import LocalityRule
 from kvtier.sizes import format_size
+from kvtier.synthetic.tokenizer import Tokenizer
 
 Samples = tuple[CalibrationSample, ...]
 
@@ -78,9 +78,8 @@ def synthetic_plan(
 
 def users_plan(model_path: str, file: Path, rule: LocalityRule) -> SamplePlan:
     """A user's own samples, one held-out group. Raises SamplesFileError naming line and field."""
-    encode, first = encoder_for(model_path)
-    longest = context_length(read_config(model_path))
-    split = read_user_samples(file, encode, first, rule, longest)
+    tokenizer, longest = Tokenizer(model_path), context_length(read_config(model_path))
+    split = read_user_samples(file, tokenizer.encode, tokenizer.first_ids, rule, longest)
     samples = (*split.calibration, *split.held_out)
     return SamplePlan(
         tuple(split.calibration),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.errors import SizeError, UsageError
+from kvtier.errors import SizeError
 from kvtier.retention.locality import DroppedSpan, LocalityRule
 
 
@@ -22,12 +22,6 @@ class Question:
     answer_ids: tuple[int, ...]
     unscored: int = 0
 
-    def __post_init__(self) -> None:
-        if not self.prompt_ids:
-            raise UsageError("prompt_ids", "at least one token", self.prompt_ids)
-        if not 0 <= self.unscored < len(self.answer_ids):
-            raise UsageError("unscored", "fewer than the answer's tokens", self.unscored)
-
 
 @dataclass(frozen=True)
 class CalibrationSample:
@@ -40,10 +34,6 @@ class CalibrationSample:
     context_ids: tuple[int, ...]
     questions: tuple[Question, ...]
     task: str = "recall"
-
-    def __post_init__(self) -> None:
-        if not self.context_ids or not self.questions:
-            raise UsageError("samples", "a context and at least one question", self.task)
 
 
 def middle_of(context_tokens: int, rule: LocalityRule) -> DroppedSpan:

@@ -22,7 +22,6 @@ from kvtier.heads.samples.text import (
     CHOOSING_TASKS,
     TASKS,
     TEXT_TASKS,
-    Encode,
     SampleMaker,
     text_maker,
 )
@@ -80,15 +79,6 @@ def text_maker_for(model_path: str, tellers: Mapping[str, StoryTeller] = TASKS) 
     # A chat template writes BOS itself.
     first = () if tokenizer.has_chat_template else tokenizer.first_ids
     return text_maker(tokenizer.encode, first, frame_of(tokenizer), tellers)
-
-
-def encoder_for(model_path: str) -> tuple[Encode, list[int]]:
-    """The model's tokenizer as a function, and the ids that start every context (often BOS).
-
-    Raises UsageError when the model's directory has no tokenizer.
-    """
-    tokenizer = Tokenizer(model_path)
-    return tokenizer.encode, list(tokenizer.first_ids)
 
 
 def speaks_recall(model_path: str) -> bool:

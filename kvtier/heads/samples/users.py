@@ -24,7 +24,6 @@ from kvtier.reading import read_json_lines
 from kvtier.retention.locality import LocalityRule
 
 DEFAULT_TASK = "own"
-_SHOWN_CHARACTERS = 60
 
 
 class UserQuestion(BaseModel):
@@ -62,7 +61,7 @@ def read_user_samples(
     """
     split, seen = Split([], []), dict[str, int]()
     for where, given in read_json_lines(path, "--samples-file", SamplesFileError):
-        sample = _Line(where).sample(given, encode, first, rule, longest)
+        sample = _sample(where, given, encode, first, rule, longest)
         seen[sample.task] = seen.get(sample.task, 0) + 1
         split[(seen[sample.task] + 1) % 2].append(sample)
     if not split.held_out:
@@ -72,75 +71,40 @@ def read_user_samples(
     return split
 
 
-class _Line(NamedTuple):
-    """The place of a sample."""
+def _sample(
+    where: str, fields: dict[str, Any], encode: Encode, first: Sequence[int], rule: LocalityRule,
+    longest: int,
+) -> CalibrationSample:  # fmt: skip
+    """One line as a sample in tokens. where: the line's place; otherwise as `read_user_samples`."""
 
-    where: str
+    def refusal(field: str, expected: str, got: object) -> SamplesFileError:
+        return SamplesFileError(f"{where}: {field}", expected, got)
 
-    def sample(
-        self,
-        fields: dict[str, Any],
-        encode: Encode,
-        first: Sequence[int],
-        rule: LocalityRule,
-        longest: int,
-    ) -> CalibrationSample:
-        """One line as a sample in tokens."""
-        try:
-            given = UserSample.model_validate(fields)
-        except ValidationError as error:
-            raise self._invalid(error) from error
-        context = encode(given.context)
-        if list(context[: len(first)]) != list(first):
-            context = [*first, *context]
-        if rule.dropped(0, len(context), len(context)).num_tokens == 0:
-            raise self.error("context", f"at least {rule.least_tokens} tokens", len(context))
-        questions = []
-        for index, pair in enumerate(given.questions):
-            question = self._ids(f"questions[{index}].question", pair.question, encode)
-            answer = self._ids(f"questions[{index}].answer", pair.answer, encode)
-            tokens = len(context) + len(question) + len(answer)
-            if longest and tokens > longest:
-                raise self.error(
-                    f"questions[{index}]",
-                    f"at most {longest} tokens of context, question and answer",
-                    tokens,
-                )
-            questions.append(Question(question, answer))
-        return CalibrationSample(tuple(context), tuple(questions), given.task)
-
-    def error(self, field: str, expected: str, got: object) -> SamplesFileError:
-        """Return the error of this place; `field` "" for the whole line."""
-        return SamplesFileError(f"{self.where}: {field}" if field else self.where, expected, got)
-
-    def _ids(self, field: str, text: str, encode: Encode) -> tuple[int, ...]:
+    def tokens(field: str, text: str) -> tuple[int, ...]:
         ids = encode(text)
         if not ids:
-            raise self.error(field, "text that the tokenizer knows", text)
+            raise refusal(field, "text that the tokenizer knows", text)
         return tuple(ids)
 
-    def _invalid(self, error: ValidationError) -> SamplesFileError:
+    try:
+        given = UserSample.model_validate(fields)
+    except ValidationError as error:
         found = error.errors(include_url=False)[0]
-        field = ""
-        for part in found["loc"]:
-            field += f"[{part}]" if isinstance(part, int) else f".{part}"
-        if found["type"] == "missing":
-            return self.error(field.lstrip("."), "this field", None)
-        expected = _EXPECTED.get(found["type"], found["msg"])
-        return self.error(field.lstrip("."), expected, _short(found["input"]))
-
-
-_EXPECTED = {
-    "model_type": "a JSON object",
-    "model_attributes_type": "a JSON object",
-    "string_type": "a string",
-    "string_too_short": "text",
-    "list_type": "a list",
-    "too_short": "at least one",
-    "extra_forbidden": "no such field",
-}
-
-
-def _short(value: Any) -> object:
-    text = repr(value)
-    return value if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+        got = f"{found['msg']}: {found['input']!r:.60}"
+        raise refusal(".".join(map(str, found["loc"])), "a sample's field", got) from error
+    context = encode(given.context)
+    if list(context[: len(first)]) != list(first):
+        context = [*first, *context]
+    if rule.dropped(0, len(context), len(context)).num_tokens == 0:
+        raise refusal("context", f"at least {rule.least_tokens} tokens", len(context))
+    questions = []
+    for index, pair in enumerate(given.questions):
+        field = f"questions.{index}"
+        question = tokens(f"{field}.question", pair.question)
+        answer = tokens(f"{field}.answer", pair.answer)
+        total = len(context) + len(question) + len(answer)
+        if longest and total > longest:
+            expected = f"at most {longest} tokens of context, question and answer"
+            raise refusal(field, expected, total)
+        questions.append(Question(question, answer))
+    return CalibrationSample(tuple(context), tuple(questions), given.task)

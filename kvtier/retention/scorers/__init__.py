@@ -6,10 +6,11 @@ that names them.
 
 from __future__ import annotations
 
-from kvtier.retention.scorers.base import Chunk, Span, TokenScorer, select
+from kvtier.retention.scorers.base import Chunk, Span, TokenScorer
 from kvtier.retention.scorers.compactor import Compactor
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.scorers.simple import DistinctKeys, KeyDiff, RandomTokens, StreamingLLM
+from kvtier_kernels.scores import select
 
 SCORERS: dict[str, type[TokenScorer]] = {
     scorer.name: scorer

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch.nn import functional
 
-from kvtier_kernels.scores import Rotation, select
+from kvtier_kernels.scores import Rotation
 
 if TYPE_CHECKING:
     from typing import Self
@@ -149,6 +149,3 @@ def pooled(x: torch.Tensor, width: int) -> torch.Tensor:
     return functional.avg_pool1d(
         x.unsqueeze(0), width, stride=1, padding=width // 2, count_include_pad=False
     ).squeeze(0)
-
-
-__all__ = ["Chunk", "Span", "TokenScorer", "pooled", "select", "z_score"]

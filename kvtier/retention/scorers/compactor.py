@@ -71,6 +71,3 @@ class Compactor(TokenScorer):
         mass = z_score(span.state[:, 0])
         leverage = z_score(leverage_scores(span.keys, span.rotation))
         return pooled(mass + self.leverage_weight * leverage, self.pool_width)
-
-
-__all__ = ["Compactor"]

@@ -99,6 +99,3 @@ def _loaded(file: Path, changed: int) -> TokenWorth:
 @lru_cache(maxsize=4)
 def _on_device(worth: TokenWorth, device: torch.device) -> TokenWorth:
     return worth if worth.weights.device == device else worth.to(device)
-
-
-__all__ = ["Reconstruction"]

@@ -8,6 +8,7 @@ keep everything.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvtier.errors import UsageError
@@ -61,7 +62,7 @@ def configured_share(settings: Settings) -> ConfiguredShare | None:
     if settings.share_rule is not None:
         return _named_share(settings.share_rule)
     for rule in SHARE_RULES.values():
-        number = rule.number_from(settings)
+        number = None if rule.setting is None else attrgetter(rule.setting)(settings)
         if number is not None:
             return ConfiguredShare(rule, number)
     return None

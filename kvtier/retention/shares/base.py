@@ -18,7 +18,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
-    from kvtier.config import Settings
+    pass
 
 PAGE = 16
 """Entries of one KV head that lie together in memory: what is kept fills whole pages."""
@@ -105,20 +105,16 @@ class ShareRule(ABC):
 
     name:        what users choose it by
     takes:       what kind of number it is made from
+    setting:     that it has for itself; one without is asked for as `share_rule = NAME=NUMBER`
     needs_curve: whether it reads a calibration curve
     needs_nll:   whether `Turn.nll` is read at all
     """
 
     name: ClassVar[str]
     takes: ClassVar[Number]
+    setting: ClassVar[str | None] = None
     needs_curve: ClassVar[bool] = False
     needs_nll: ClassVar[bool] = False
-
-    @classmethod
-    def number_from(cls, settings: Settings) -> float | None:
-        """The number in the rule's own setting, None where it asks for nothing. A rule without one
-        is asked for as `share_rule = NAME=NUMBER`."""
-        return None
 
     @classmethod
     def expected_share(cls, number: float) -> float:
@@ -126,9 +122,9 @@ class ShareRule(ABC):
         return 1.0
 
     @classmethod
-    @abstractmethod
     def of(cls, number: float, serving: Serving) -> Self:
         """The rule with a number of the kind that it takes."""
+        raise NotImplementedError(f"{cls.__name__} is no rule that a server is given")
 
     @abstractmethod
     def choose(self, turn: Turn) -> Choice:

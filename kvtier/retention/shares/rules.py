@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from kvtier.retention.shares.base import (
     PAGE,
@@ -18,18 +18,9 @@ from kvtier.retention.shares.base import (
     within,
 )
 
-if TYPE_CHECKING:
-    from kvtier.config import Settings
-
 
 class Everything(ShareRule):
     """Keep the whole context. No setting names it: it is what the others are chosen instead of."""
-
-    name = "everything"
-
-    @classmethod
-    def of(cls, number: float, serving: Serving) -> Everything:
-        return cls()
 
     def choose(self, turn: Turn) -> Choice:
         return Choice(turn.droppable_tokens, "everything", turn.nll)
@@ -44,12 +35,9 @@ class FixedShare(ShareRule):
 
     name: ClassVar[str] = "retention"
     takes: ClassVar[Number] = Number.SHARE
+    setting: ClassVar[str | None] = "retention"
 
     share: float
-
-    @classmethod
-    def number_from(cls, settings: Settings) -> float | None:
-        return settings.retention
 
     @classmethod
     def expected_share(cls, number: float) -> float:
@@ -72,15 +60,8 @@ class AtMost(ShareRule):
     rule: the server's; share: of every prompt, in (0, 1]
     """
 
-    name: ClassVar[str] = "at-most"
-    takes: ClassVar[Number] = Number.SHARE
-
     rule: ShareRule
     share: float
-
-    @classmethod
-    def of(cls, number: float, serving: Serving) -> AtMost:
-        return cls(Everything(), number)
 
     def choose(self, turn: Turn) -> Choice:
         choice, limit = self.rule.choose(turn), self._limit(turn)
@@ -108,15 +89,12 @@ class QualityTarget(ShareRule):
 
     name: ClassVar[str] = "quality"
     takes: ClassVar[Number] = Number.SHARE
+    setting: ClassVar[str | None] = "quality"
     needs_curve: ClassVar[bool] = True
     needs_nll: ClassVar[bool] = True
 
     target: float
     source: CurveSource
-
-    @classmethod
-    def number_from(cls, settings: Settings) -> float | None:
-        return settings.quality
 
     @classmethod
     def of(cls, number: float, serving: Serving) -> QualityTarget:
@@ -155,12 +133,9 @@ class TokenBudget(ShareRule):
 
     name: ClassVar[str] = "budget-tokens"
     takes: ClassVar[Number] = Number.COUNT
+    setting: ClassVar[str | None] = "budget.tokens"
 
     tokens: int
-
-    @classmethod
-    def number_from(cls, settings: Settings) -> float | None:
-        return settings.budget.tokens
 
     @classmethod
     def of(cls, number: float, serving: Serving) -> Self:
@@ -178,10 +153,7 @@ class ByteBudget(TokenBudget):
     over all layers; at least one."""
 
     name: ClassVar[str] = "budget-bytes"
-
-    @classmethod
-    def number_from(cls, settings: Settings) -> float | None:
-        return settings.budget.bytes
+    setting: ClassVar[str | None] = "budget.bytes"
 
     @classmethod
     def of(cls, number: float, serving: Serving) -> Self:

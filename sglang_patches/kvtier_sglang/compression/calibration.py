@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 
 from kvtier.calibration.documents import CurveDocument, ProfileDocument, load_curve
-from kvtier.calibration.keys import policy_digest, profile_key
-from kvtier.calibration.store.directory import LocalCopy
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.keys import Key, policy_digest
+from kvtier.calibration.store.directory import LocalCopy, open_store
 from kvtier.calibration.store.watcher import (
     LOCAL_DIRECTORY,
     CalibrationWatcher,
@@ -81,7 +80,7 @@ def curve_source(
 def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> HeadProfile | None:
     """The stored head profile of a model, or None: then every head keeps the whole context."""
     model, revision = model_name(model_path), weights_revision(model_path)
-    key = profile_key(model, revision)
+    key = Key.of("profile", model, revision)
     local = LocalCopy(settings.data_dir / LOCAL_DIRECTORY)
     try:
         with open_store(settings) as store:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.config import Settings
 from kvtier.errors import KvtierError, MemoryFileError, StoreError
-from kvtier.memory.published import MemoryFinder, Place, memory_finder
+from kvtier.memory.published import MemoryFinder, Place
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.ranks import Ranks
 
@@ -38,7 +38,7 @@ class MemorySource:
     @classmethod
     def of(cls, settings: Settings, model_path: str, ranks: Ranks) -> MemorySource:
         """Return the source that `settings.memory` names, where it is set."""
-        return cls(memory_finder(settings, model_path), ranks)
+        return cls(MemoryFinder(settings, model_path), ranks)
 
     @property
     def bytes_at_start(self) -> int:

@@ -73,20 +73,12 @@ def test_an_unusual_context_is_the_nearest_measured_one(nll):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda c: c.quality(1.1, 2.0), "retention"),
-        (lambda c: c.quality(math.nan, 2.0), "retention"),
-        (lambda c: c.retention(0.0, 2.0), "quality"),
-        (lambda c: c.retention(math.nan, 2.0), "quality"),
         (lambda c: c.retention(0.9, math.nan), "nll"),
-        (lambda c: Curve(math.inf, 0.0, 1.0, 1.0, 2.0), "alpha"),
-        (lambda c: Curve(0.0, 0.0, 0.0, 1.0, 2.0), "power"),
-        (lambda c: Curve(0.0, 0.0, 1.0, 2.0, 1.0), "nll_min"),
         (lambda c: Measurement(math.nan, 0.5, 1.0, 0), "nll"),
         (lambda c: Measurement(1.0, 0.5, math.inf, 0), "ratio"),
         (lambda c: Measurement(1.0, 0.0, 1.0, 0), "retention"),
         (lambda c: fit_curve(synthetic(0, 0, 0)[: MIN_MEASUREMENTS - 1]), "measurements"),
         (lambda c: fit_curve(synthetic(0, 0, 0, retentions=(1.0,))), "measurements"),
-        (lambda c: fit_curve(synthetic(0, 0, 0), underestimate_weight=0.5), "underestimate_weight"),
     ],
 )
 def test_bad_input_is_named(call, name):

@@ -17,7 +17,7 @@ from tls_redis import needs_tls_binary, write_certificates
 from waiting import wait_for
 
 from deploy.checks.rendering import DEPLOY
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.config import load_settings
 from kvtier.errors import StoreUnavailableError
 

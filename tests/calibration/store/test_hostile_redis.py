@@ -25,11 +25,11 @@ from hostile_server import (
 from tls_redis import write_certificates
 from waiting import SAFETY_S
 
-from kvtier.calibration.keys import curve_key
+from kvtier.calibration.keys import Key
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
-KEY = curve_key(MODEL, REVISION, POLICY)
+KEY = Key.of("curve", MODEL, REVISION, POLICY)
 TIMEOUT_S = 0.15
 
 GARBAGE = [

@@ -23,7 +23,7 @@ from tls_redis import needs_tls_binary, tls_binary, write_certificates
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import CurveDocument
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.calibration.store.redis import RedisStore
 from kvtier.config import load_settings
 

@@ -10,9 +10,8 @@ from calibration_samples import curve_document, profile_document
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.calibration.keys import curve_key, memory_key
-from kvtier.calibration.store.directory import DirectoryStore, _key_of
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.keys import Key
+from kvtier.calibration.store.directory import DirectoryStore, _key_of, open_store
 from kvtier.config import load_settings
 from kvtier.errors import CalibrationDocumentError, StoreUnavailableError
 
@@ -67,7 +66,8 @@ parts = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
 def test_every_key_has_a_place_of_its_own_within_the_directory(tmp_path_factory, model, rev, name):
     directory = tmp_path_factory.getbasetemp() / "keys"
     store = DirectoryStore(directory)
-    for key in (curve_key(model, rev, name), memory_key(model, rev, name)):
+    for kind in ("curve", "memory"):
+        key = Key.of(kind, model, rev, name)
         path = store.path(key)
         assert path.resolve().is_relative_to(directory.resolve())
         assert len(path.relative_to(directory).parts) == 3

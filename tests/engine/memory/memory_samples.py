@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 from engine_process import DEMO_MODEL
 
-from kvtier.memory.building import build
+from kvtier.memory.building import JUDGING_SHARE, assemble, collected, with_requeueing
 from kvtier.memory.card import Identity
+from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, PrefixMemory, load, save
-from kvtier.memory.traces import Trace
+from kvtier.memory.traces import Trace, split
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
@@ -36,7 +37,10 @@ def make_memory(model: Any, folder: Path, length: int, recipe: Recipe, seed: int
     traces = [
         Trace(tuple(tokens(rng, rng.randrange(8, 30))), tuple(tokens(rng, 4))) for _ in range(24)
     ]
-    built = build(model, prefix, traces, recipe)
+    kv = prefix_kv(model, prefix)
+    making, judging = split(traces, JUDGING_SHARE, 0)
+    built = assemble(kv, *collected(model, kv, making, judging, recipe), recipe)
+    built = with_requeueing(model, built, judging)
     card = Card(
         model="kvtier-demo", identity=Identity.of(str(DEMO_MODEL), "float32", prefix), recipe={},
         requeue_above=1.0, traces={}, least_members=1, positions=34, build_seconds=0, rows={},

@@ -36,7 +36,7 @@ from tierd.live_tier import LiveTier, live_tier
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import load_curve
-from kvtier.calibration.store.opening import open_store
+from kvtier.calibration.store.directory import open_store
 from kvtier.config import load_settings
 from kvtier.heads.model.loading import load_model
 from kvtier.memory.recipe import Recipe

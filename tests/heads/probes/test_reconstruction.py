@@ -9,7 +9,7 @@ import torch
 from tiny_llama import WINDOWS, tiny_model
 
 from kvtier.heads.model.config import shape_of
-from kvtier.heads.probes import reconstruction
+from kvtier.heads.probes import watching
 from kvtier.heads.probes.reconstruction import question_attention, repetition_attention
 from kvtier.heads.profile import full_profile
 from kvtier.heads.reference.session import ReferenceSession
@@ -52,7 +52,7 @@ def prepared(
 ) -> tuple[Any, list[tuple[torch.Tensor, torch.Tensor]], set[int]]:
     """A model, the exact KV of the context, and its layers with a window."""
     chunk_tokens, (architecture, others, windowed) = request.param
-    monkeypatch.setattr(reconstruction, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(watching, "CHUNK_TOKENS", chunk_tokens)
     model = tiny_model(architecture, **others)
     return model, exact_kv(model), windowed
 

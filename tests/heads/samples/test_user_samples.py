@@ -68,17 +68,23 @@ def changed(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ({"questions": GOOD["questions"]}, r"line 2: context: expected this field"),
-        ({"context": "x"}, r"line 2: questions: expected this field"),
-        (changed(context=5), r"line 2: context: expected a string, got 5"),
-        (changed(context=""), r"line 2: context: expected text"),
-        (changed(questions=[]), r"line 2: questions: expected at least one"),
-        (changed(questions=[*GOOD["questions"], {"question": "q"}]), r"questions\[2\]\.answer"),
-        (changed(questions=[{"question": "q", "answer": 1}]), r"questions\[0\]\.answer: .* got 1"),
+        ({"questions": GOOD["questions"]}, r"line 2: context: .*Field required"),
+        ({"context": "x"}, r"line 2: questions: .*Field required"),
+        (changed(context=5), r"line 2: context: .*valid string: 5"),
+        (changed(context=""), r"line 2: context: .*at least 1 character"),
+        (changed(questions=[]), r"line 2: questions: .*at least 1 item"),
+        (
+            changed(questions=[*GOOD["questions"], {"question": "q"}]),
+            r"questions\.2\.answer: ",
+        ),
+        (
+            changed(questions=[{"question": "q", "answer": 1}]),
+            r"\.0\.answer: .*string: 1",
+        ),
         (changed(questions=[{"question": "q", "answer": "\u00ad"}]), r"\.answer: .* tokenizer"),
-        (changed(taks="qa"), r"line 2: taks: expected no such field"),
+        (changed(taks="qa"), r"line 2: taks: .*not permitted"),
         (changed(context="short"), r"line 2: context: expected at least 12 tokens, got 6"),
-        (changed(context="x" * 99), r"line 2: questions\[0\]: expected at most 60 tokens.*111"),
+        (changed(context="x" * 99), r"line 2: questions\.0: expected at most 60 tokens.*111"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_and_field(
