@@ -34,56 +34,40 @@ class Arguments:
         self, flag: str, default: int, about: str, *, least: int = 1, most: float = math.inf
     ) -> None:
         """A whole number from `least` to `most`."""
+        self.add(flag, type=int, default=default, help=f"{about} (%(default)s)")
         expected = f"at least {least}" if most == math.inf else f"{least} to {most}"
-        self.add(flag, type=int, default=default, help=_shown(about))
         self._bounds(flag, lambda value: least <= value <= most, expected)
 
     def number(
         self, flag: str, default: float, about: str, *, most: float = math.inf, metavar: str = "N"
     ) -> None:
         """A number above 0, up to `most`."""
-        self.add(flag, type=float, default=default, metavar=metavar, help=_shown(about))
-        self._bounds(flag, lambda value: 0 < value <= most, _above_zero(most))
+        self.add(flag, type=float, default=default, metavar=metavar, help=f"{about} (%(default)s)")
+        expected = "more than 0" if most == math.inf else f"a number in (0, {most:g}]"
+        self._bounds(flag, lambda value: 0 < value <= most, expected)
 
     def shares(self, flag: str, default: Sequence[float], about: str) -> None:
         """One or more numbers in (0, 1]."""
         shown = f"{about} ({' '.join(map(str, default))})"
         self.add(flag, type=float, nargs="+", default=list(default), metavar="SHARE", help=shown)
-        self._bounds(
-            flag, lambda values: all(0 < one <= 1 for one in values), f"{_above_zero(1)} each"
-        )
+        self._bounds(flag, lambda values: all(0 < one <= 1 for one in values), "numbers in (0, 1]")
 
     def size(self, flag: str, default: str, about: str, *, least: int = 1) -> None:
         """Tokens or bytes, such as 4k; the option is a whole number."""
-        self.add(flag, default=default, metavar="SIZE", help=_shown(about))
-
-        def read(options: Options) -> None:
-            text = getattr(options, _name(flag))
-            value = parse_size(text, flag)
-            if value < least:
-                raise UsageError(flag, f"at least {least}", text)
-            setattr(options, _name(flag), value)
-
-        self.check(read)
+        self.add(flag, default=default, metavar="SIZE", help=f"{about} (%(default)s)")
+        self._read(flag, lambda text: parse_size(text, flag))
+        self._bounds(flag, lambda value: value >= least, f"at least {least}")
 
     def sizes(self, flag: str, default: Sequence[str], about: str) -> None:
         """One or more numbers of tokens or bytes."""
         shown = f"{about} ({' '.join(default)})"
         self.add(flag, nargs="+", default=list(default), metavar="SIZE", help=shown)
+        self._read(flag, lambda texts: [parse_size(text, flag) for text in texts])
 
-        def read(options: Options) -> None:
-            texts = getattr(options, _name(flag))
-            setattr(options, _name(flag), [parse_size(text, flag) for text in texts])
-
-        self.check(read)
-
-    def model(self, beside: str = "") -> None:
-        """--model-path. beside: the files that have to lie beside the model's weights."""
-        about = "a model of the recall language"
-        with_files = f" with {beside} beside its weights" if beside else ""
-        self.add(
-            "--model-path", type=Path, default=DEMO_MODEL, metavar="DIR", help=about + with_files
-        )
+    def model(self) -> None:
+        """--model-path."""
+        about = "a model of the recall language (the demo model)"
+        self.add("--model-path", type=Path, default=DEMO_MODEL, metavar="DIR", help=about)
 
     def other_defaults(self, flag: str, values: Mapping[str, Any]) -> None:
         """Set the defaults of other flags, by their names without dashes, where `flag` is given and
@@ -105,7 +89,7 @@ class Arguments:
             check(options)
         return options
 
-    def _bounds(self, flag: str, fits: Callable[..., bool], expected: str) -> None:
+    def _bounds(self, flag: str, fits: Callable[[Any], bool], expected: str) -> None:
         def check(options: Options) -> None:
             value = getattr(options, _name(flag))
             if not fits(value):
@@ -113,17 +97,13 @@ class Arguments:
 
         self.check(check)
 
+    def _read(self, flag: str, read: Callable[[Any], Any]) -> None:
+        name = _name(flag)
+        self.check(lambda options: setattr(options, name, read(getattr(options, name))))
+
 
 def _name(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
-
-
-def _shown(about: str) -> str:
-    return f"{about} (%(default)s)"
-
-
-def _above_zero(most: float) -> str:
-    return "more than 0" if most == math.inf else f"a number in (0, {most:g}]"
 
 
 __all__ = ["Arguments", "Options"]

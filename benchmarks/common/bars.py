@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ class Bar:
     def __str__(self) -> str:
         verdict = "met" if self.met else "NOT met"
         limit = f" (wanted: {self.wanted})" if self.wanted else ""
-        return f"{verdict:7}  {self.name}: {in_one_line(self.value)}{limit}"
+        return f"{verdict:7}  {self.name}: {_in_one_line(self.value)}{limit}"
 
 
 def at_most(name: str, value: float, limit: float) -> Bar:
@@ -38,21 +37,16 @@ def at_least(name: str, value: float, limit: float) -> Bar:
     return Bar(name, _rounded(value), value >= limit, f"at least {limit:g}")
 
 
-def all_met(bars: Iterable[Bar]) -> bool:
-    """Return whether every bar is met."""
-    return all(bar.met for bar in bars)
-
-
 def _rounded(value: float) -> float:
     """Round to four significant digits: more are noise, and fewer would hide what is small."""
     return float(f"{value:.4g}")
 
 
-def in_one_line(value: Any) -> str:
+def _in_one_line(value: Any) -> str:
     """A number, a text, a list or a mapping, as a line of text."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-__all__ = ["Bar", "all_met", "at_least", "at_most", "in_one_line"]
+__all__ = ["Bar", "at_least", "at_most"]

@@ -1,8 +1,6 @@
 """The command of every benchmark: it reads its arguments, measures, judges, and writes JSON.
 
-    BENCHMARK = Benchmark(
-        "cost.example", __doc__, declare, run, out=RESULTS / "example.json", seeded="of the keys"
-    )
+    BENCHMARK = Benchmark("cost.example", __doc__, declare, run, out=RESULTS / "example.json")
     main = BENCHMARK.main
 
     def declare(arguments: Arguments) -> None: ...      its own flags; --out and --seed are there
@@ -29,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.arguments import Arguments, Options
-from benchmarks.common.bars import Bar, all_met
+from benchmarks.common.bars import Bar
 from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError, UsageError
 
@@ -56,7 +54,7 @@ class Benchmark:
     run:         measures and prints tables; where it yields several, each is written when it
                  comes, so that a run that is cut off leaves something, and the last one is judged
     out:         where the JSON goes if --out does not say; None: nowhere
-    seed:        the default of --seed; seeded: what is drawn from it
+    seed:        the default of --seed, of everything that is drawn
     gpu:         refused where there is no CUDA device, which is described in the environment; but
                  for `--dry`, where a benchmark has such a flag
     """
@@ -68,7 +66,6 @@ class Benchmark:
     out: Path | None = None
     schema_version: int = 1
     seed: int = 0
-    seeded: str = "of everything that is drawn"
     gpu: bool = False
 
     def parse(self, argv: Sequence[str] | None = None) -> Options:
@@ -78,7 +75,7 @@ class Benchmark:
         arguments.add(
             "--out", type=Path, default=self.out, metavar="FILE", help=f"JSON of the outcome{where}"
         )
-        arguments.whole("--seed", self.seed, self.seeded, least=0)
+        arguments.whole("--seed", self.seed, "of everything that is drawn", least=0)
         self.declare(arguments)
         return arguments.parse(argv)
 
@@ -98,7 +95,7 @@ class Benchmark:
             return 1
         for bar in bars:
             print(bar)
-        return 0 if all_met(bars) else 1
+        return 0 if all(bar.met for bar in bars) else 1
 
     def _wants_gpu(self, options: Options) -> bool:
         return self.gpu and not getattr(options, "dry", False)
@@ -106,7 +103,8 @@ class Benchmark:
     def _measure(self, options: Options) -> Sequence[Bar]:
         """Run, write every outcome, and return what the last one claims."""
         started, began = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-        environment = record_environment(options.seed, gpu=self._wants_gpu(options))
+        environment = asdict(describe_environment(options.seed))
+        environment |= _device() if self._wants_gpu(options) else {}
         bars: Sequence[Bar] = ()
         found = self.run(options)
         for measured in (found,) if isinstance(found, Measured) else found:
@@ -124,12 +122,6 @@ class Benchmark:
                 options.out.parent.mkdir(parents=True, exist_ok=True)
                 options.out.write_text(json.dumps(document, indent=1) + "\n")
         return bars
-
-
-def record_environment(seed: int, *, gpu: bool = False) -> dict[str, Any]:
-    """Commit, versions, machine and seed; with gpu also the CUDA device that is measured."""
-    found = asdict(describe_environment(seed))
-    return found | (_device() if gpu else {})
 
 
 def require_gpu() -> None:

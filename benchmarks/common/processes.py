@@ -16,7 +16,10 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from benchmarks.common.benchmark import ROOT
 from benchmarks.common.redis_binary import redis_binary
@@ -140,23 +143,16 @@ class Served:
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def resident_bytes(self) -> int | None:
-        """Resident bytes of all processes of its group; None while it does not serve."""
+        """Resident bytes of it and all processes below it; None while it does not serve."""
         process = self._process
         serves = self._wanted and self._answers
         if not serves or process is None or process.poll() is not None:
             return None
-        return sum(_resident_pages(process.pid)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _resident_pages(group: int) -> Iterator[int]:
-    """The resident pages of every process of a group."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        # One that has ended meanwhile has no files any more.
-        with suppress(OSError):
-            # The name in brackets may have spaces in it; state, parent and group follow.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                yield int((folder / "statm").read_text().split()[1])
+        first, total = psutil.Process(process.pid), 0
+        for one in (first, *first.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += one.memory_info().rss
+        return total
 
 
 def free_address() -> str:
@@ -172,37 +168,23 @@ def free_address() -> str:
     raise RuntimeError("no port is free")
 
 
-def answers_http(url: str) -> Callable[[], bool]:
-    """Return a function that asks whether a server says that it is healthy."""
-
-    def ready() -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-        return False
-
-    return ready
+def answers_http(url: str) -> bool:
+    """Return whether a server says that it is healthy."""
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
-def accepts(host: str, port: str) -> Callable[[], bool]:
-    """Return a function that asks whether anybody accepts connections there."""
-
-    def accepting() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex((host, int(port))) == 0
-
-    return accepting
+def accepts(host: str, port: str) -> bool:
+    """Return whether anybody accepts connections there."""
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
-def answers_socket(path: Path) -> Callable[[], bool]:
-    """Return a function that asks whether a process accepts connections at a socket."""
-
-    def ready() -> bool:
-        with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(path))
-            return True
-        return False
-
-    return ready
+def answers_socket(path: Path) -> bool:
+    """Return whether a process accepts connections at a socket."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def redis_process(folder: Path) -> tuple[Served, str]:
@@ -212,7 +194,7 @@ def redis_process(folder: Path) -> tuple[Served, str]:
         redis_binary(), "--port", "0", "--unixsocket", str(path), "--unixsocketperm", "700",
         "--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "always",
     ]  # fmt: skip
-    return Served("redis", command, folder, answers_socket(path)), f"unix://{path}"
+    return Served("redis", command, folder, partial(answers_socket, path)), f"unix://{path}"
 
 
 def tier_process(folder: Path, memory: str, disk: str) -> tuple[Served, str]:
@@ -223,7 +205,7 @@ def tier_process(folder: Path, memory: str, disk: str) -> tuple[Served, str]:
         "--store", "memory+disk", "--memory", memory, "--disk-path", str(folder / "disk" / "store"),
         "--disk", disk, "--refresh-workers", "1",
     ]  # fmt: skip
-    return Served("tier", command, folder, answers_socket(path)), f"unix:{path}"
+    return Served("tier", command, folder, partial(answers_socket, path)), f"unix:{path}"
 
 
 def server_process(
@@ -235,8 +217,8 @@ def server_process(
     paths = [str(UNPINNED), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
     command = [sys.executable, "-m", *module, *flags, "--host", host, "--port", port]
-    listening = accepts(host, port)
-    return Served(name, command, folder, answers_http(url), environment, listening), url
+    ready, listening = partial(answers_http, url), partial(accepts, host, port)
+    return Served(name, command, folder, ready, environment, listening), url
 
 
 __all__ = [

@@ -1,11 +1,6 @@
-"""A module of ours in a process of its own that does what it is told, a line at a time.
+"""A module of ours in a process of its own, to its end. All that it started is gone then.
 
-    with running_module("benchmarks.x", [job], environment, log) as remote:
-        remote.tell("sing", song=3)      {"do": "sing", "song": 3} to it, an object back
-
-The process is `python -m benchmarks.x JOB READ_FD WRITE_FD`, in a group of its own, and all of it
-is gone when the block ends. Once it has written an answer it has nothing to do until the next
-line, so that several can be told in turns.
+run_job("benchmarks.x", job, environment)      `python -m benchmarks.x JOB.json FOUND.json`
 """
 
 from __future__ import annotations
@@ -14,18 +9,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from pydantic import BaseModel
 
 from benchmarks.common.benchmark import ROOT
-from kvtier.bench.runner import stop_group
+from kvtier.bench.runner import running
 from kvtier.config import ENV_PREFIX
 from kvtier.errors import KvtierError
 
 LOG_TAIL_LINES = 20
-LAST_WORDS_S = 10.0  # to end in, for a worker that answers no more: its traceback comes last
 
 
 class WorkerError(KvtierError):
@@ -36,50 +32,13 @@ class WorkerError(KvtierError):
         super().__init__("the worker failed:\n" + "\n".join(tail))
 
 
-class Remote:
-    """One running module."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], writes: IO[str], reads: IO[str], log: Path
-    ) -> None:
-        self._process, self._writes, self._reads, self._log = process, writes, reads, log
-
-    def tell(self, do: str, **more: Any) -> dict[str, Any]:
-        """Say something and wait for the answer. Raises WorkerError where none comes."""
-        try:
-            print(json.dumps({"do": do, **more}), file=self._writes, flush=True)
-            line = self._reads.readline()
-        except BrokenPipeError:
-            # The command that broke the pipe must not be sent again by closing.
-            with suppress(BrokenPipeError):
-                self._writes.close()
-            line = ""
-        if not line:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(LAST_WORDS_S)
-            raise WorkerError(self._log)
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def running_module(
-    module: str, files: Sequence[Path], environment: Mapping[str, str], log: Path
-) -> Iterator[Remote]:
-    """See the module docstring. log: gets what the process says on stdout and stderr."""
-    their_reads, our_writes = os.pipe()
-    our_reads, their_writes = os.pipe()
-    descriptors = (their_reads, their_writes)
-    with os.fdopen(our_writes, "w") as writes, os.fdopen(our_reads) as reads:
-        try:
-            process = _start(module, [*files, *descriptors], environment, log, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        try:
-            yield Remote(process, writes, reads, log)
-        finally:
-            stop_group(process)
+def run_job(module: str, job: BaseModel, environment: Mapping[str, str]) -> Any:
+    """Return what a module finds, in JSON, that is given a job. Raises WorkerError."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-job-") as name:
+        asked, found = Path(name, "job.json"), Path(name, "found.json")
+        asked.write_text(job.model_dump_json())
+        run_module(module, [asked, found], environment, Path(name, "log"))
+        return json.loads(found.read_text())
 
 
 def run_module(
@@ -90,20 +49,20 @@ def run_module(
     limit_s: float | None = None,
 ) -> None:
     """`python -m module files…` in a process group of its own, to its end or until `limit_s` have
-    passed, which the log says then.
+    passed, which the log says then. log: gets what it says on stdout and stderr.
 
     Raises WorkerError where that is not a good end.
     """
-    process = _start(module, files, environment, log)
-    exit_code, late = None, ""
-    try:
-        exit_code = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        late = f"\nstopped after {limit_s:g} s\n"
-    finally:
-        stop_group(process)
-    with log.open("a") as stream:
-        stream.write(late)
+    command = [sys.executable, "-m", module, *map(str, files)]
+    with log.open("wb") as said:
+        try:
+            with running(
+                command, cwd=ROOT, env=dict(environment), stdout=said, stderr=said
+            ) as process:
+                exit_code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            exit_code = None
+            said.write(f"\nstopped after {limit_s:g} s\n".encode())
     if exit_code != 0:
         raise WorkerError(log)
 
@@ -113,42 +72,4 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
-def _start(
-    module: str,
-    arguments: Sequence[Path | int],
-    environment: Mapping[str, str],
-    log: Path,
-    descriptors: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, arguments)],
-            cwd=ROOT,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-
-
-@contextmanager
-def parents_lines(descriptors: Sequence[str]) -> Iterator[tuple[IO[str], IO[str]]]:
-    """The worker's side: what its parent says, and where answers go. descriptors: READ_FD and
-    WRITE_FD, which the worker's own children do not get."""
-    numbers = [int(one) for one in descriptors]
-    for number in numbers:
-        os.set_inheritable(number, False)
-    with os.fdopen(numbers[0]) as reads, os.fdopen(numbers[1], "w") as writes:
-        yield reads, writes
-
-
-__all__ = [
-    "Remote",
-    "WorkerError",
-    "clean_environment",
-    "parents_lines",
-    "run_module",
-    "running_module",
-]
+__all__ = ["WorkerError", "clean_environment", "run_job", "run_module"]

@@ -21,11 +21,9 @@ def new_table(title: str, columns: Sequence[str], *, left: Collection[str] | Non
     return table
 
 
-def show(table: Table, notes: Sequence[str] = ()) -> None:
-    """Print a table, and lines that belong to it."""
+def show(table: Table) -> None:
+    """Print a table."""
     make_console().print(table)
-    for note in notes:
-        print(note)
 
 
 __all__ = ["new_table", "show"]

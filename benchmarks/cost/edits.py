@@ -18,19 +18,28 @@ look for such text where there is none: 128k tokens, beside eight contexts of as
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.common.bars import Bar
+from benchmarks.common.bars import Bar, at_most
 from benchmarks.common.benchmark import RESULTS, Benchmark, Measured, Options
 from benchmarks.common.table import new_table, show
-from benchmarks.cost.traffic import Cost, Prompt, Traffic, declare, plain, serve
+from benchmarks.cost.traffic import (
+    Cost,
+    Prompt,
+    Some,
+    Traffic,
+    declare,
+    drawing,
+    plain,
+    results,
+    serve,
+)
 from kvtier.config import Settings
 
 # The arms by name: the bench's policy, and settings beside its own.
@@ -39,7 +48,6 @@ ARMS = {
     "off": ("kvtier", {"KVTIER_REUSE_BEHIND_EDITS": "off"}),
     "reused": ("kvtier", {}),
 }
-IDS = (6, 384)
 TURNS, SYSTEM_TOKENS = 16, 12_000
 # Times the new tokens that may be computed; milliseconds that looking may take.
 MOST_COMPUTED, MOST_LOOKING_MS = 1.2, 1.0
@@ -47,16 +55,10 @@ LOOKED_TOKENS, HELD_CONTEXTS, LOOKS = 128_000, 8, 50
 
 LEAST_TOKENS = Settings().reuse_least_tokens
 
-Some = Callable[[int], tuple[int, ...]]
 
-
-def all_traffic(seed: int, scale: float) -> tuple[Traffic, ...]:
+def all_traffic(seed: int) -> tuple[Traffic, ...]:
     """The six of the module docstring."""
-    chance = random.Random(seed)
-
-    def some(tokens: int) -> tuple[int, ...]:
-        return tuple(chance.randrange(*IDS) for _ in range(max(1, round(scale * tokens))))
-
+    some = drawing(seed)
     habits = (clock, name, elided, thinking, oldest, summary)
     return tuple(Traffic(name=habit.__name__, prompts=habit(some)) for habit in habits)
 
@@ -76,22 +78,11 @@ def name(some: Some) -> tuple[Prompt, ...]:
 
 
 def elided(some: Some) -> tuple[Prompt, ...]:
-    return results(some, some(10))
+    return results(some, SYSTEM_TOKENS, TURNS, 300, some(10))
 
 
 def thinking(some: Some) -> tuple[Prompt, ...]:
-    return results(some, ())
-
-
-def results(some: Some, note: tuple[int, ...]) -> tuple[Prompt, ...]:
-    """Turns of a question and a text that only their own prompt has, a note in its place later."""
-    prompts: list[Prompt] = []
-    past: Prompt = (some(SYSTEM_TOKENS),)
-    for turn in range(TURNS):
-        question = some(150)
-        prompts.append((*past, question, some(300)))
-        past = (*past, question, note, turn)
-    return tuple(prompts)
+    return results(some, SYSTEM_TOKENS, TURNS, 300, ())
 
 
 def oldest(some: Some) -> tuple[Prompt, ...]:
@@ -165,7 +156,7 @@ def looking_ms(seed: int) -> float:
 
 def run(options: Options) -> Measured:
     looking = looking_ms(options.seed)
-    traffic = all_traffic(options.seed, options.scale)
+    traffic = all_traffic(options.seed)
     found = {
         arm: serve(policy, options, traffic, settings) for arm, (policy, settings) in ARMS.items()
     }
@@ -181,7 +172,6 @@ def run(options: Options) -> Measured:
     figures = {
         "looking_ms": looking,
         "model": options.model_path.name,
-        "scale": options.scale,
         "new": new,
         "longest": [max(len(plain(prompt)) for prompt in one.prompts) for one in traffic],
         **{arm: [cost.model_dump() for cost in costs] for arm, costs in found.items()},
@@ -190,21 +180,18 @@ def run(options: Options) -> Measured:
 
 
 def judged(costs: Sequence[Cost], new: Sequence[int], looking: float) -> list[Bar]:
-    ratios = [(cost.name, cost.computed / tokens) for cost, tokens in zip(costs, new, strict=True)]
-    most = f"looking in vain at 128k tokens, at most {MOST_LOOKING_MS:g} ms"
     return [
-        Bar(most, f"{looking:.2f} ms", looking <= MOST_LOOKING_MS),
+        at_most("looking in vain at 128k tokens, ms", looking, MOST_LOOKING_MS),
         *(
-            Bar(f"{name}: computed, times what is new, at most {MOST_COMPUTED}", f"{ratio:.2f}",
-                ratio <= MOST_COMPUTED)
-            for name, ratio in ratios
+            at_most(
+                f"{cost.name}: computed, times what is new", cost.computed / tokens, MOST_COMPUTED
+            )
+            for cost, tokens in zip(costs, new, strict=True)
         ),
-    ]  # fmt: skip
+    ]
 
 
-BENCHMARK = Benchmark(
-    "cost.edits", __doc__, declare, run, out=RESULTS / "edits.json", seeded="of all tokens"
-)
+BENCHMARK = Benchmark("cost.edits", __doc__, declare, run, out=RESULTS / "edits.json")
 main = BENCHMARK.main
 
 if __name__ == "__main__":

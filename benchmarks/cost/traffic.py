@@ -8,10 +8,10 @@ answered.
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 
 from benchmarks.common.benchmark import Arguments, Options
 from benchmarks.common.engines import bench_plan
-from benchmarks.common.remote import clean_environment, run_module
+from benchmarks.common.remote import clean_environment, run_job
 from kvtier.bench.engine import Arrival, SglangEngine
 from kvtier.bench.measure import settled
 from kvtier.bench.schema import Plan
@@ -27,6 +27,8 @@ from kvtier.bench.worker import die_with_parent
 
 ANSWER_TOKENS = 16
 CHUNK_TOKENS = 1024
+IDS = (6, 384)
+Some = Callable[[int], tuple[int, ...]]
 Prompt = tuple[int | tuple[int, ...], ...]
 """The parts of a prompt in order: tokens, or the answer to the request of that number."""
 
@@ -60,13 +62,12 @@ class Job(BaseModel):
 
 
 def declare(arguments: Arguments) -> None:
-    """A model with what was fitted to it, and how much of the traffic is asked for."""
+    """A model with what was fitted to it."""
     arguments.model()
     arguments.add(
         "--scorer-file", type=Path, required=True, metavar="FILE",
         help="what `kvtier calibrate tokens` fitted to the model",
     )  # fmt: skip
-    arguments.number("--scale", 1.0, "of all numbers of tokens, such as .1 for a try", most=1)
 
 
 def serve(
@@ -84,12 +85,30 @@ def serve(
         "--model-path": str(options.model_path), "--scorer-file": str(options.scorer_file),
     }  # fmt: skip
     plan = bench_plan(flags)
-    with tempfile.TemporaryDirectory(prefix="kvtier-traffic-") as name:
-        job, costs = Path(name, "job.json"), Path(name, "costs.json")
-        job.write_text(Job(plan=plan, traffic=tuple(traffic)).model_dump_json())
-        environment = clean_environment() | plan.environment | dict(settings or {})
-        run_module("benchmarks.cost.traffic", [job, costs], environment, Path(name, "log"))
-        return [Cost.model_validate(one) for one in json.loads(costs.read_text())]
+    environment = clean_environment() | plan.environment | dict(settings or {})
+    job = Job(plan=plan, traffic=tuple(traffic))
+    found = run_job("benchmarks.cost.traffic", job, environment)
+    return [Cost.model_validate(one) for one in found]
+
+
+def drawing(seed: int) -> Some:
+    """Return what draws so many random tokens."""
+    chance = random.Random(seed)
+    return lambda tokens: tuple(chance.randrange(*IDS) for _ in range(tokens))
+
+
+def results(
+    some: Some, system: int, turns: int, result: int, note: tuple[int, ...] | None
+) -> tuple[Prompt, ...]:
+    """Turns of a question and so many tokens that only their own prompt has, behind a system
+    prompt. note: in their place later; None: ten tokens, each time others."""
+    prompts: list[Prompt] = []
+    past: Prompt = (some(system),)
+    for turn in range(turns):
+        question = some(150)
+        prompts.append((*past, question, some(result)))
+        past = (*past, question, some(10) if note is None else note, turn)
+    return tuple(prompts)
 
 
 def plain(prompt: Prompt, answers: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -104,7 +123,7 @@ def plain(prompt: Prompt, answers: Sequence[Sequence[int]] = ()) -> list[int]:
 
 
 def worker(job: Job) -> list[Cost]:
-    engine = SglangEngine(job.plan)
+    engine = SglangEngine(job.plan.engine_args)
     try:
         return [cost_of(engine, traffic) for traffic in job.traffic]
     finally:

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deploy.checks.manifests import Workload
 from kvtier.errors import KvtierError
 
@@ -92,9 +90,4 @@ def _changed(word: str, flags: Mapping[str, str]) -> str:
     return f"{name}={flags[name]}" if equals and name in flags else word
 
 
-def write(manifest: Mapping[str, Any], path: Path) -> Path:
-    path.write_text(yaml.safe_dump(dict(manifest)))
-    return path
-
-
-__all__ = ["Podman", "PodmanError", "as_pod", "write"]
+__all__ = ["Podman", "PodmanError", "as_pod"]

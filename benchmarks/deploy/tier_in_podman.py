@@ -30,10 +30,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.common.bars import Bar
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.table import new_table, show
-from benchmarks.deploy.podman import Podman, PodmanError, as_pod, write
+from benchmarks.deploy.podman import Podman, PodmanError, as_pod
 from benchmarks.deploy.tier_clients import (
     HalfPut,
     Writer,
@@ -71,7 +72,6 @@ class Seen:
     refused: dict[str, bool] = field(default_factory=dict)
     scraped: dict[str, float] = field(default_factory=dict)
     acknowledged: list[int] = field(default_factory=list)
-    not_ready_while_draining: bool = False
     acknowledged_while_draining: bool = False
     exit_code: int | None = None
     ended_s: float = 0.0
@@ -82,21 +82,19 @@ class Seen:
 
 def declare(arguments: Arguments) -> None:
     arguments.add("--podman", default="podman", metavar="PROGRAM", help="(%(default)s)")
-    arguments.add("--image", default=IMAGE, help="of deploy/image/tier (%(default)s)")
     arguments.size("--blob", "1m", "of each blob")
     arguments.whole("--blobs", 60, "put before SIGTERM; as many more while it comes", least=8)
 
 
 def run(options: Options) -> Measured:
     podman = Podman(options.podman)
-    if not podman.has_image(options.image):
-        raise PodmanError(f"no image {options.image}; see the head of this benchmark's file")
+    if not podman.has_image(IMAGE):
+        raise PodmanError(f"no image {IMAGE}; see the head of this benchmark's file")
     with tempfile.TemporaryDirectory(prefix="kvtier-podman-") as name:
         seen = measure(podman, options, Path(name))
-    show(make_table(seen))
     figures = {"podman": podman("--version").strip(), "smaller": SMALLER, **vars(seen)}
     figures["acknowledged"] = len(seen.acknowledged)
-    return Measured(figures, make_bars(seen, options))
+    return Measured(figures, make_bars(seen, options.blobs))
 
 
 def tier(folder: Path) -> Workload:
@@ -110,7 +108,8 @@ def measure(podman: Podman, options: Options, folder: Path) -> Seen:
     workload, seen = tier(folder), Seen()
     places = {name: folder / name for name in ("certificates", "store")}
     tls = prepare(places)
-    manifest = write(as_pod(workload, options.image, places, SMALLER), folder / "pod.yaml")
+    manifest = folder / "pod.yaml"
+    manifest.write_text(yaml.safe_dump(as_pod(workload, IMAGE, places, SMALLER)))
     data = Bytes(options.blob, 2 * options.blobs, options.seed)
     (container,) = workload.containers
     address, web = f"{HOST}:{container.ports['grpc']}", container.ports["metrics"]
@@ -200,7 +199,6 @@ def drain(
     command = [podman.program, "pod", "stop", "--time", str(grace_s), POD]
     stopping = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for(lambda: asked(web, "/readyz") == 503, podman)
-    seen.not_ready_while_draining = True
     seen.acknowledged_while_draining = half.go_on()
     stopping.wait()
     seen.ended_s = time.perf_counter() - began
@@ -210,26 +208,10 @@ def drain(
     seen.acknowledged += [half.position] * seen.acknowledged_while_draining
 
 
-def make_table(seen: Seen) -> Any:
-    table = new_table("The tier from its manifest, under podman", ("what", "found"))
-    for name, value in seen.confined.items():
-        table.add_row(name.replace("_", " "), str(value))
-    for what, refused in seen.refused.items():
-        table.add_row(f"a client with {what}", "refused" if refused else "let in")
-    for name, number in seen.scraped.items():
-        table.add_row(name, f"{number:.0f}")
-    table.add_row("blobs acknowledged", str(len(seen.acknowledged)))
-    begun = "acknowledged" if seen.acknowledged_while_draining else "lost"
-    table.add_row("a put under way at SIGTERM", begun)
-    table.add_row("ended after SIGTERM", f"{seen.ended_s:.2f} s, exit code {seen.exit_code}")
-    table.add_row("ready again after", f"{seen.started_again_s:.2f} s")
-    table.add_row("lost, corrupt", f"{seen.lost}, {seen.corrupt}")
-    return table
-
-
-def make_bars(seen: Seen, options: Options) -> list[Bar]:
-    confined = seen.confined
+def make_bars(seen: Seen, blobs: int) -> list[Bar]:
+    confined, scraped = seen.confined, seen.scraped
     no_capabilities = {confined["capabilities"], confined["capability_bounds"]} == {"0" * 16}
+    held, half = scraped["kvtier_tier_blobs"] == blobs, seen.acknowledged_while_draining
     return [
         Bar("an ordinary user", confined["uids"], confined["uids"] == [str(USER)]),
         Bar("no capabilities", confined["capabilities"], no_capabilities),
@@ -237,18 +219,8 @@ def make_bars(seen: Seen, options: Options) -> list[Bar]:
         Bar("no new privileges", confined["no_new_privileges"], confined["no_new_privileges"] == 1),
         Bar("read-only root", confined["root_is_writable"], not confined["root_is_writable"]),
         Bar("strangers refused", seen.refused, all(seen.refused.values())),
-        Bar(
-            "scraped",
-            seen.scraped,
-            seen.scraped["kvtier_tier_blobs"] == options.blobs,
-            "as many blobs as were put",
-        ),
-        Bar("not ready while it drains", "503 at /readyz", seen.not_ready_while_draining),
-        Bar(
-            "a put under way at SIGTERM is acknowledged",
-            seen.acknowledged_while_draining,
-            seen.acknowledged_while_draining,
-        ),
+        Bar("scraped", scraped, held, "as many blobs as were put"),
+        Bar("a put under way at SIGTERM is acknowledged", half, half),
         Bar("drained", seen.exit_code, seen.exit_code == 0, "exit code 0"),
         Bar("acknowledged and lost", seen.lost, seen.lost == 0, "0"),
         Bar("acknowledged and corrupt", seen.corrupt, seen.corrupt == 0, "0"),
@@ -256,12 +228,7 @@ def make_bars(seen: Seen, options: Options) -> list[Bar]:
 
 
 BENCHMARK = Benchmark(
-    "deploy.tier_in_podman",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "tier-in-podman.json",
-    seeded="of the blobs",
+    "deploy.tier_in_podman", __doc__, declare, run, out=RESULTS / "tier-in-podman.json"
 )
 main = BENCHMARK.main
 

@@ -11,8 +11,8 @@ this run, with the same requests:
     stock     SGLang's radix cache and its Triton attention (--stock-attention names another)
     full      SGLang's radix cache, kvtier's attention over every head
     kvtier    a quarter of the heads keeps the context, the others sink + recent
-    adaptive  all heads compete for a quarter of the entries, by what tokens are worth
-              (--token-worth: as fitted to a model of this shape; else random)
+    adaptive  all heads compete for a quarter of the entries, by what tokens are worth, drawn at
+              random
 
 The JSON has per policy the bytes of KV that the sessions hold between turns (from the pools). It
 has the medians of time to first token and time per output token of the later turns, and tokens per
@@ -64,7 +64,6 @@ def declare(arguments: Arguments) -> None:
     whole("--chunk", 8192, "tokens prefilled at a time")
     add("--policies", nargs="+", choices=POLICIES, default=POLICIES, help="(all)")
     add("--stock-attention", default="triton", metavar="NAME", help="(%(default)s)")
-    add("--token-worth", type=Path, metavar="FILE", help="of `kvtier calibrate tokens` (random)")
     add("--equal-bytes", action="store_true", help="also as many sessions as full KV's bytes hold")
     arguments.number("--limit-s", 3600, "for each engine, which is ended then", metavar="SECONDS")
     add("--dry", action="store_true", help="on a CPU, the demo model's shape, smaller defaults")
@@ -78,11 +77,7 @@ def run(options: Options) -> Iterator[Measured]:
     policies: dict[str, dict[str, Any]] = {}
     figures = {
         "device": "cpu" if options.dry else torch.cuda.get_device_name(),
-        "options": {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(options).items()
-            if key != "out"
-        },
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
         "full_kv_bytes": full_bytes(options),
         "policies": policies,
     }
@@ -97,8 +92,6 @@ def run(options: Options) -> Iterator[Measured]:
         for policy in options.policies if options.equal_bytes else ():
             policies[policy]["equal_bytes"] = serve_equal_bytes(options, policy, folder, policies)
             yield Measured(figures, make_bars(policies, options))
-    for line in totals(policies):
-        print(line)
 
 
 def serve_equal_bytes(
@@ -145,21 +138,6 @@ def in_short(found: Mapping[str, Any]) -> str:
     return json.dumps(found)[-1500:]
 
 
-def totals(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A table: sessions, KV bytes and tokens per second, a row for each engine that served."""
-    rows = [("", "sessions", "KV, GB", "ms a token", "tokens a second")]
-    for policy, one in policies.items():
-        for name, found in ((policy, one), (f"{policy}, equal bytes", one.get("equal_bytes", {}))):
-            if "tpot_s" not in found:
-                continue
-            kv = found.get("kv_used_bytes")
-            rows.append((
-                name, str(found["sessions"]), "" if kv is None else f"{kv / 1e9:.3f}",
-                f"{1000 * found['tpot_s']:.2f}", f"{found['tokens_per_s']:.1f}",
-            ))  # fmt: skip
-    return [f"{name:30}" + "".join(f"{cell:>17}" for cell in cells) for name, *cells in rows]
-
-
 def make_bars(policies: Mapping[str, Mapping[str, Any]], options: Options) -> list[Bar]:
     """Every policy served, and no engine found a fault with its own accounts."""
     bars = []
@@ -185,10 +163,7 @@ def _sound(name: str, found: Mapping[str, Any]) -> list[Bar]:
     ]
 
 
-BENCHMARK = Benchmark(
-    "gpu.serving", __doc__, declare, run, gpu=True,
-    seeded="of all tokens, of the weights, of the profile and of what tokens are worth"
-)  # fmt: skip
+BENCHMARK = Benchmark("gpu.serving", __doc__, declare, run, gpu=True)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -117,12 +117,11 @@ def policy_settings(options: Options, policy: str, folder: Path) -> Settings:
             head_budgets="equal",
             head_profile=folder / "head_profile.json",
         )
-    worth = options.token_worth or folder / "token_worth.npz"
     return Settings(
         data_dir=data_dir,
         head_budgets="adaptive",
         retention=SHARE,
-        scorer=ScorerSettings(name="reconstruction", file=worth.absolute()),
+        scorer=ScorerSettings(name="reconstruction", file=folder / "token_worth.npz"),
     )
 
 
@@ -136,6 +135,7 @@ def engine_arguments(options: Options, policy: str, folder: Path) -> dict[str, A
     arguments: dict[str, Any] = {
         "model_path": str(folder),
         "load_format": "dummy",
+        "device": "cpu" if options.dry else "cuda",
         "dtype": "float32" if options.dry else "bfloat16",
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
@@ -149,7 +149,7 @@ def engine_arguments(options: Options, policy: str, folder: Path) -> dict[str, A
         **room_for(options, options.sessions, options.sessions * _session_tokens(options)),
     }
     if options.dry:
-        arguments |= {"device": "cpu", "disable_cuda_graph": True}
+        arguments["disable_cuda_graph"] = True
     if policy in COMPRESSING:
         arguments["radix_cache_backend"] = "kvtier"
     return arguments

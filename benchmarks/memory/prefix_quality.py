@@ -232,12 +232,7 @@ def show_rows(title: str, some: Sequence[Row]) -> None:
 
 
 BENCHMARK = Benchmark(
-    "memory.prefix_quality",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "memory-quality.json",
-    seeded="of the families, and of what is drawn",
+    "memory.prefix_quality", __doc__, declare, run, out=RESULTS / "memory-quality.json"
 )
 main = BENCHMARK.main
 

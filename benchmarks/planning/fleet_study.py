@@ -240,12 +240,7 @@ def draw(rows: list[dict[str, Any]], options: Options) -> None:
 
 
 BENCHMARK = Benchmark(
-    "planning.fleet_study",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "fleet-study.json",
-    seeded="of when copies begin",
+    "planning.fleet_study", __doc__, declare, run, out=RESULTS / "fleet-study.json"
 )
 main = BENCHMARK.main
 

@@ -208,10 +208,7 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
     show(table)
 
 
-BENCHMARK = Benchmark(
-    "planning.hints", __doc__, declare, run, out=RESULTS / "hints.json", seed=1,
-    seeded="of when sessions begin"
-)  # fmt: skip
+BENCHMARK = Benchmark("planning.hints", __doc__, declare, run, out=RESULTS / "hints.json", seed=1)
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from benchmarks.common.table import new_table, show
 from kvtier.bench.__main__ import run_all
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.recorded.options import open_trace
+from kvtier.bench.recorded import open_trace
 from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
 from kvtier.errors import StartupError
 from kvtier.plan.calibration import Calibration, cache_of, calibrate
@@ -106,17 +106,13 @@ def beginning(recorded: Trace, options: Options) -> Trace:
     return replace(recorded, requests=tuple(one for root, one in pairs if root in first))
 
 
-@contextmanager
-def scaled_windows(block_tokens: int) -> Iterator[None]:
-    """Set SCALED_SETTINGS, scaled, in this process's environment for as long as the block lasts."""
-    before = dict(os.environ)
-    for name, tokens in SCALED_SETTINGS.items():
-        os.environ[f"KVTIER_{name}"] = str(max(1, tokens * block_tokens // BLOCK_TOKENS))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+def scaled_windows(block_tokens: int) -> Any:
+    """Return a block in which this process's environment has SCALED_SETTINGS, scaled."""
+    scaled = {
+        f"KVTIER_{name}": str(max(1, tokens * block_tokens // BLOCK_TOKENS))
+        for name, tokens in SCALED_SETTINGS.items()
+    }
+    return mock.patch.dict(os.environ, scaled)
 
 
 def replay(
@@ -216,12 +212,7 @@ def bars(row: Mapping[str, Any]) -> list[Bar]:
 
 
 BENCHMARK = Benchmark(
-    "planning.validation",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "planning-validation.json",
-    seeded="of the blocks' tokens",
+    "planning.validation", __doc__, declare, run, out=RESULTS / "planning-validation.json"
 )
 main = BENCHMARK.main
 

@@ -16,11 +16,10 @@ from kvtier.config import load_settings
 from kvtier.heads.calibrate import prepare
 from kvtier.heads.methods import DEFAULT_METHOD, make_method
 from kvtier.heads.model.config import model_name, model_shape, read_config, weights_revision
-from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
 from kvtier.heads.profile import Head, full_profile
 from kvtier.heads.progress import Progress
-from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples, tasks_for
+from kvtier.heads.samples.synthetic import CALIBRATION, Tasks, make_samples
 from kvtier.heads.tokens import fit_tokens
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.token_worth import TokenWorth
@@ -36,12 +35,6 @@ class Setup:
     contexts: int
     seed: int
 
-    @classmethod
-    def of(cls, model_path: Path, length: int, contexts: int, seed: int) -> Setup:
-        """Return the setup of a model, with its tasks. Raises UsageError where there is no such
-        model."""
-        return cls(model_path, tasks_for(str(model_path)), length, contexts, seed)
-
     def described(self) -> dict[str, Any]:
         """Return the settings that records are kept under; reads all weights for their digest."""
         return {
@@ -55,10 +48,6 @@ class Setup:
             },
             "seed": self.seed,
         }
-
-    def load(self) -> Any:
-        """Load the model. Raises UsageError and UnsupportedModelError."""
-        return load_model(str(self.model_path))
 
 
 def chosen_heads(

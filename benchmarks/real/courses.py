@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.real.keeping import ADAPTIVE_RULE
+from benchmarks.real.keeping import ADAPTIVE_RULE, Kept
 from kvtier.heads.model.config import shape_of
-from kvtier.heads.probes.held import Held, Refresh, newest_queries, stacked
-from kvtier.heads.reference.attention import Block, joined
-from kvtier.heads.reference.compaction import AdaptiveSession
+from kvtier.heads.probes.held import Held, newest_queries, stacked
+from kvtier.heads.reference.attention import Block
+from kvtier.heads.reference.compaction import AdaptiveSession, joined
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import (
     CUT_WINDOW,
@@ -48,6 +48,17 @@ from kvtier_kernels.codes import coded_shape
 
 # Transcripts have texts taken out at these places, each of so many tokens.
 TAKEN_OUT, OUT_PLACES, OUT_TOKENS = "4 texts taken out", (0.2, 0.4, 0.6, 0.8), 150
+
+
+class Case(NamedTuple):
+    """A context that is to be held. others_ids: half as many tokens of another one; share: of the
+    entries that are kept."""
+
+    model: Any
+    context_ids: Sequence[int]
+    others_ids: Sequence[int]
+    share: float
+    worth: TokenWorth
 
 
 @dataclass(frozen=True)
@@ -69,16 +80,9 @@ class Course:
     has_tier: bool = False
     chunks: int = 1
 
-    def held(
-        self,
-        model: Any,
-        context_ids: Sequence[int],
-        others_ids: Sequence[int],
-        share: float,
-        worth: TokenWorth,
-    ) -> Kept:
-        """Return the KV that is held of the context, with `share` of each turn's entries kept.
-        others_ids: half as many tokens of another context."""
+    def held(self, case: Case) -> Kept:
+        """Return the KV that is held of the context, with a share of each turn's entries kept."""
+        model, context_ids, others_ids, share, worth = case
         kind = RefreshedSession if self.refreshes else AdaptiveSession
         session = _session(model, share, worth, kind)
         if self.refreshes:
@@ -118,17 +122,11 @@ class Edited:
     old_tokens: int = 256
     bits: int | None = None
 
-    def held(
-        self,
-        model: Any,
-        context_ids: Sequence[int],
-        others_ids: Sequence[int],
-        share: float,
-        worth: TokenWorth,
-    ) -> Kept:
-        """Return the KV that is held of the context, with `share` of the old text's entries kept.
-        others_ids: tokens of another context, of which the old text has equal parts at the places,
-        each of `old_tokens` at most."""
+    def held(self, case: Case) -> Kept:
+        """Return the KV that is held of the context, with a share of the old text's entries kept.
+        The old text has equal parts of the other context at the places, each of `old_tokens` at
+        most."""
+        model, context_ids, others_ids, share, worth = case
         starts = [round(place * len(context_ids)) for place in self.places]
         window = _window(share)
         old_tokens = min(self.old_tokens, len(others_ids) // len(starts))
@@ -164,16 +162,10 @@ class Clock:
     times: int
     new_tokens: int = 64
 
-    def held(
-        self,
-        model: Any,
-        context_ids: Sequence[int],
-        others_ids: Sequence[int],
-        share: float,
-        worth: TokenWorth,
-    ) -> Kept:
-        """Return the KV that is held of the context, with `share` of its entries kept. others_ids:
-        tokens of another context, of which the earlier fronts are."""
+    def held(self, case: Case) -> Kept:
+        """Return the KV that is held of the context, with a share of its entries kept. The earlier
+        fronts are of the other context."""
+        model, context_ids, others_ids, share, worth = case
         fronts = [others_ids[time : 2 * time + 16] for time in range(self.times)]
         front, *later = *fronts, context_ids[: self.new_tokens]
         session = _session(model, share, worth, dtype=torch.bfloat16)
@@ -187,15 +179,6 @@ class Clock:
             session.take(old, begin + again, old.num_tokens)
             begin = len(front)
         return Kept(_held(session))
-
-
-class Kept(NamedTuple):
-    """The KV that is held of a context, per layer. refresh: chooses it again for a question;
-    used: the number of entries that it counts as; None where that is as many as there are."""
-
-    layers: list[Held]
-    refresh: Refresh | None = None
-    used: float | None = None
 
 
 class _Past(NamedTuple):

@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from benchmarks.common.bars import at_most
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.engines import bench_plan, ranks_on_a_cpu
-from benchmarks.common.remote import clean_environment, parents_lines, running_module
+from benchmarks.common.remote import clean_environment, run_job
 from benchmarks.common.table import new_table, show
 from kvtier.bench.engine import SglangEngine
 from kvtier.bench.schema import Plan
 from kvtier.bench.worker import die_with_parent
-from kvtier.config import ENV_PREFIX
 from kvtier.heads.model.config import model_shape, read_config
 from kvtier.heads.model.loading import load_model
 from kvtier.heads.profile import HeadProfile, full_profile, load_profile
@@ -52,31 +52,36 @@ TURNS, NEW_TOKENS, CHUNK_TOKENS = 3, 12, 512
 OTHER_CHUNK_TOKENS = 384
 ITSELF = "stock SGLang in other chunks"
 SHARE = 0.35
+# Flags of the bench beside the model's head profile.
 SETTINGS: Mapping[str, dict[str, str]] = {
     "head profile": {},
-    "head profile, 35% by distinct-keys": {"RETENTION": str(SHARE), "SCORER": "distinct-keys"},
-    "head profile, 35% by compactor": {"RETENTION": str(SHARE), "SCORER": "compactor"},
+    "head profile, 35% by distinct-keys": {"--retention": str(SHARE), "--scorer": "distinct-keys"},
+    "head profile, 35% by compactor": {"--retention": str(SHARE), "--scorer": "compactor"},
     "35% by adaptive budgets": {
-        "RETENTION": str(SHARE), "SCORER": "reconstruction", "HEAD_BUDGETS": "adaptive",
+        "--retention": str(SHARE), "--scorer": "reconstruction", "--head-budgets": "adaptive",
     },
 }  # fmt: skip
 # Float32 may go either way where the two best tokens differ by fewer nats.
 ROUNDING = 1e-3
 RULE = LocalityRule(sink_tokens=16, recent_tokens=64, branch_recent_tokens=32)
 RULE_VARIABLES = {
-    "LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
-    "LOCALITY_RECENT_TOKENS": str(RULE.recent_tokens),
-    "LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
+    "KVTIER_LOCALITY_SINK_TOKENS": str(RULE.sink_tokens),
+    "KVTIER_LOCALITY_RECENT_TOKENS": str(RULE.recent_tokens),
+    "KVTIER_LOCALITY_BRANCH_RECENT_TOKENS": str(RULE.branch_recent_tokens),
 }
 
 # The names are those that users write; None stands for the model's own dtype.
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 
-# The name of the worker's plan tells the worker from the command.
-WORKER = "plan.json"
-
 Turns = list[list[int]]
 """The token ids of a session's turns: its prompts, or its answers."""
+
+
+class Job(BaseModel):
+    """The job of a worker: the prompts of sessions."""
+
+    plan: Plan
+    sessions: list[Turns]
 
 
 def declare(arguments: Arguments) -> None:
@@ -112,9 +117,9 @@ def run(options: Options) -> Measured:
             rows.append(compare(ITSELF, "stock SGLang", other, sure))
         for name in options.settings:
             settings, heads = dict(SETTINGS[name]), profile
-            if "HEAD_BUDGETS" in settings:
+            if "--head-budgets" in settings:
                 weights = model_path / "token_worth.npz"
-                settings["SCORER_FILE"] = str(weights.resolve())
+                settings["--scorer-file"] = str(weights.resolve())
                 heads = everything
             ours = ask_engine(sessions, options, "kvtier", heads, settings, progress)
             theirs = ask_reference(sessions, options, heads, settings, progress)
@@ -154,6 +159,7 @@ def ask_engine(
     settings: Mapping[str, str], progress: Progress, chunk_tokens: int = CHUNK_TOKENS,
 ) -> list[Turns]:  # fmt: skip
     """Return the engine's answers. Raises WorkerError."""
+    progress(f"{policy}: sessions", 0, len(sessions))
     with tempfile.TemporaryDirectory(prefix="kvtier-equality-") as name:
         folder = Path(name)
         profile.save(folder / "head_profile.json")
@@ -162,44 +168,23 @@ def ask_engine(
             "--len": str(options.len + 512), "--chunk": str(chunk_tokens),
             "--model-path": str(options.model_path), "--kv-dtype": options.kv_dtype,
         }  # fmt: skip
-        if "HEAD_BUDGETS" in settings:
-            flags |= {
-                "--retention": settings["RETENTION"], "--scorer": settings["SCORER"],
-                "--head-budgets": settings["HEAD_BUDGETS"],
-                "--scorer-file": settings["SCORER_FILE"],
-            }  # fmt: skip
-        else:
+        environment = dict(RULE_VARIABLES)
+        if "--head-budgets" not in settings:
             flags["--head-profile"] = str(folder / "head_profile.json")
-        plan = bench_plan(flags)
+            environment["KVTIER_HEAD_PROFILE"] = flags["--head-profile"]
+        plan = bench_plan({**flags, **settings})
         ranks = options.ranks if policy == "kvtier" else 1
         plan.engine_args["tp_size"] = ranks
-        (folder / WORKER).write_text(plan.model_dump_json())
-        environment = worker_environment(folder, plan, {**RULE_VARIABLES, **settings})
+        config = folder / "kvtier.toml"
+        config.touch()  # empty, so that no file of the working directory has a say
+        environment = {
+            **clean_environment(), **plan.environment, **environment, "KVTIER_CONFIG": str(config),
+        }  # fmt: skip
         if plan.engine_args["device"] == "cpu":
             environment |= ranks_on_a_cpu(ranks)
-        answers = []
-        worker = running_module(
-            "benchmarks.real.equality", [folder / WORKER], environment, folder / "worker.log"
-        )
-        with worker as remote:
-            for done, prompts in enumerate(sessions):
-                progress(f"{policy}: sessions", done, len(sessions))
-                answers.append(remote.tell("hold", prompts=prompts)["answers"])
+        job = Job(plan=plan, sessions=list(sessions))
+        answers: list[Turns] = run_job("benchmarks.real.equality", job, environment)
     return answers
-
-
-def worker_environment(folder: Path, plan: Plan, settings: Mapping[str, str]) -> dict[str, str]:
-    """This process's, with the plan's and the caller's settings and no other KVTIER_* variable."""
-    config = folder / "kvtier.toml"
-    config.touch()  # empty, so that no file of the working directory has a say
-    own = {"CONFIG": str(config), **settings}
-    if "HEAD_BUDGETS" not in settings:
-        own = {"HEAD_PROFILE": str(folder / "head_profile.json"), **own}
-    return {
-        **clean_environment(),
-        **plan.environment,
-        **{ENV_PREFIX + name: value for name, value in own.items()},
-    }
 
 
 def ask_reference(
@@ -214,17 +199,17 @@ def ask_reference(
     for done, prompts in enumerate(sessions):
         progress("reference: sessions", done, len(sessions))
         session: Watching
-        if "HEAD_BUDGETS" in settings:
-            fitted = Reconstruction.of(TokenWorth.load(Path(settings["SCORER_FILE"])))
+        if "--head-budgets" in settings:
+            fitted = Reconstruction.of(TokenWorth.load(Path(settings["--scorer-file"])))
             session = WatchedAdaptive(
                 model, RULE, CHUNK_TOKENS, fitted, kv_dtype=kv_dtype, ranks=options.ranks
             )
         else:
-            scorer = SCORERS[settings.get("SCORER", "distinct-keys")]()
+            scorer = SCORERS[settings.get("--scorer", "distinct-keys")]()
             session = WatchedSession(
                 model, profile, RULE, CHUNK_TOKENS, scorer, kv_dtype=kv_dtype, in_pages=True
             )
-        if "RETENTION" in settings:
+        if "--retention" in settings:
             session.share = FixedShare(SHARE)
         answers.append([session.say(prompt, eos) for prompt in prompts])
     return answers
@@ -306,42 +291,33 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def main_worker(argv: Sequence[str]) -> int:
-    """Run the worker, whose arguments are PLAN READ_FD WRITE_FD. It reads the prompts of a session
-    and writes its answers, a line for each. Returns the exit code."""
-    die_with_parent()
-    plan = Plan.model_validate_json(Path(argv[0]).read_text())
-    stops = Tokenizer(str(plan.engine_args["model_path"])).eos_ids
-    with parents_lines(argv[1:]) as (reads, writes):
-        engine = SglangEngine(plan)
-        try:
-            for line in reads:
-                # All sessions open alike. A prefix that the tree shares would be a node of its own,
-                # which the reference does not have.
-                engine.flush()
-                past, answers = list[int](), Turns()
-                for prompt in json.loads(line)["prompts"]:
-                    past += prompt
-                    answer = list(engine.generate(past, NEW_TOKENS, stops).output_ids)
-                    past += answer
-                    answers.append(answer)
-                print(json.dumps({"answers": answers}), file=writes, flush=True)
-        finally:
-            engine.close()
-    return 0
+def answers_of(job: Job) -> list[Turns]:
+    """Return the worker's answers to a job."""
+    stops = Tokenizer(str(job.plan.engine_args["model_path"])).eos_ids
+    engine, found = SglangEngine(job.plan.engine_args), []
+    try:
+        for prompts in job.sessions:
+            # All sessions open alike. A prefix that the tree shares would be a node of its own,
+            # which the reference does not have.
+            engine.flush()
+            past, answers = list[int](), Turns()
+            for prompt in prompts:
+                past += prompt
+                answers.append(list(engine.generate(past, NEW_TOKENS, stops).output_ids))
+                past += answers[-1]
+            found.append(answers)
+    finally:
+        engine.close()
+    return found
 
 
-BENCHMARK = Benchmark(
-    "real.equality",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "real-equality.json",
-    seeded="of the contexts",
-)
+BENCHMARK = Benchmark("real.equality", __doc__, declare, run, out=RESULTS / "real-equality.json")
 main = BENCHMARK.main
 
 if __name__ == "__main__":
-    sys.exit(
-        main_worker(sys.argv[1:]) if sys.argv[1:2] and sys.argv[1].endswith(WORKER) else main()
-    )
+    if sys.argv[1:2] and sys.argv[1].endswith(".json"):
+        die_with_parent()
+        answered = answers_of(Job.model_validate_json(Path(sys.argv[1]).read_text()))
+        Path(sys.argv[2]).write_text(json.dumps(answered))
+    else:
+        sys.exit(main())

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,6 +102,15 @@ def settings_at(kept: float) -> list[Setting]:
     ]
 
 
+class Kept(NamedTuple):
+    """The KV that is held of a context, per layer. refresh: chooses it again for a question;
+    used: the number of entries that it counts as; None where that is as many as there are."""
+
+    layers: list[Held]
+    refresh: Refresh | None = None
+    used: float | None = None
+
+
 class Context:
     """A prefilled context with the exact KV of every head, and its tokens' scores."""
 
@@ -167,22 +176,15 @@ class Keeper:
         bits = self.setting.bits
         return PAGE if bits is None else coded_shape(bits, self.context.shape.head_dim).entries
 
-    @property
-    def used(self) -> float | None:
-        """Return the number of entries that would take as much memory as the held KV does; None
-        where there are no codes among it."""
-        if self.setting.bits is None:
-            return None
-        edges = self.counts.numel() * (self.context.num_tokens - self.end + self.begin)
-        return edges + PAGE * float((self.counts / self._page).ceil().sum())
-
-    @property
-    def refresh(self) -> Refresh | None:
-        return self._layer if self.setting.refresh else None
-
-    def layers(self) -> list[Held]:
-        """Return the KV that is held before any question, per layer."""
-        return [self._layer(layer, None) for layer in range(self.context.shape.num_layers)]
+    def kept(self) -> Kept:
+        """Return what is held before any question, and how it is chosen again for one."""
+        layers = [self._layer(layer, None) for layer in range(self.context.shape.num_layers)]
+        used = None
+        if self.setting.bits is not None:
+            # So many entries would take as much memory.
+            edges = self.counts.numel() * (self.context.num_tokens - self.end + self.begin)
+            used = edges + PAGE * float((self.counts / self._page).ceil().sum())
+        return Kept(layers, self._layer if self.setting.refresh else None, used)
 
     def _by_profile(self, order: Sequence[Head]) -> Tensor:
         """Return the number of middle tokens that each head keeps, int64 `[layers, kv_heads]`: CA

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,19 +27,20 @@ from torch import Tensor
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
 from benchmarks.common.table import show
 from benchmarks.real.choices import Calibrated, Setup, calibrated, chosen_heads
-from benchmarks.real.courses import COURSES, OUT_PLACES, OUT_TOKENS
+from benchmarks.real.courses import COURSES, OUT_PLACES, OUT_TOKENS, Case
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     CODED,
     DUO,
     Context,
     Keeper,
+    Kept,
     NoRoomError,
     Setting,
     adaptive_setting,
     settings_at,
 )
-from benchmarks.real.presses import Presses, pressing
+from benchmarks.real.presses import press, read_masks
 from benchmarks.real.records import Records
 from benchmarks.real.samples import (
     CHANGED_FACTS,
@@ -47,25 +49,26 @@ from benchmarks.real.samples import (
     elided,
     of_transcripts,
 )
-from benchmarks.real.statistics import Losses, kept_worth
 from benchmarks.real.tables import (
+    Losses,
     cheapest_table,
     draw_worth,
+    kept_worth,
     quality_table,
     recall_table,
-    task_table,
     worth_table,
 )
 from kvtier.calibration.kept_shares import ANSWER_FLOOR_NATS
 from kvtier.errors import UsageError
 from kvtier.heads.methods import DEFAULT_METHOD
 from kvtier.heads.model.config import shape_of
+from kvtier.heads.model.loading import load_model
 from kvtier.heads.probes.context import HeadProbe
-from kvtier.heads.probes.held import Asker, Held, Refresh, entries, selected
+from kvtier.heads.probes.held import Asker, entries, selected
 from kvtier.heads.profile import Head
 from kvtier.heads.progress import Progress, rich_progress
 from kvtier.heads.samples.questions import CalibrationSample
-from kvtier.heads.samples.synthetic import HELD_OUT, make_samples
+from kvtier.heads.samples.synthetic import HELD_OUT, make_samples, tasks_for
 from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.traffic.transcripts import ARGUMENT
 
@@ -110,17 +113,6 @@ def declare(arguments: Arguments) -> None:
     arguments.add("--state", type=Path, default=Path("out/real-table"), help="(%(default)s)")
 
 
-class Way(NamedTuple):
-    """The KV that is held of a context by one setting or press. used: the number of entries that it
-    counts as; None where that is as many as there are."""
-
-    name: str
-    share: float
-    layers: list[Held]
-    refresh: Refresh | None = None
-    used: float | None = None
-
-
 class Bench(NamedTuple):
     """The model, the heads and the calibration with which every context is measured."""
 
@@ -134,7 +126,10 @@ class Bench(NamedTuple):
 
 def run(options: Options) -> Iterator[Measured]:
     """Choose heads, fit, and measure. Yields the table so far after every length."""
-    setup = Setup.of(options.model_path, options.choose_len, options.choose_contexts, options.seed)
+    setup = Setup(
+        options.model_path, tasks_for(str(options.model_path)), options.choose_len,
+        options.choose_contexts, options.seed,
+    )  # fmt: skip
     if options.plots is not None and not options.plots.is_dir():
         raise UsageError("--plots", "an existing directory", str(options.plots))
     known_tasks = (*setup.tasks.measuring, *CHANGED_FACTS)
@@ -163,7 +158,7 @@ def run(options: Options) -> Iterator[Measured]:
     records = Records(options.state, described)
     figures: list[dict[str, Any]] = []
     with rich_progress() as progress:
-        model = setup.load()
+        model = load_model(str(options.model_path))
         probe = HeadProbe(model)
         order = chosen_heads(setup, records, probe, progress)
         known = calibrated(
@@ -184,9 +179,6 @@ def run(options: Options) -> Iterator[Measured]:
         show(worth_table(figures, length, options.shares, BY_QUALITY))
         if tasks[0] in CHANGED_FACTS:
             show(recall_table(figures, length, options.shares))
-    for length in options.lens:
-        for share in options.shares:
-            show(task_table(figures, length, share, tasks))
     show(quality_table(figures, BY_QUALITY))
     show(cheapest_table(figures, QUALITY, BY_QUALITY))
 
@@ -226,68 +218,71 @@ def measure(
     missing = [i for i in range(count) if (length, i, *finished) not in records]
     contexts = {names[i]: samples[i].context_ids for i in missing}
     folder = options.state / "-".join([*pressed.split(), f"{length}", *asked.split(", ")])
-    with pressing(
-        options.kvpress_python, options.model_path, folder, contexts, bench.shares,
-        options.presses,
-    ) as presses:  # fmt: skip
-        began = time.perf_counter()
-        for done, index in enumerate(missing):
-            sample = samples[index]
-            progress(f"{length} tokens, {sample.task}", done, len(missing))
-            place = (length, index)
-            measure_context(bench, records, place, sample, others[index], presses, names[index])
-            records.add((length, index, *finished), {})
-            if done == 0:
-                minutes = (time.perf_counter() - began) * len(missing) / 60
-                print(f"{length} tokens: about {minutes:.0f} minutes", file=sys.stderr)
-        progress(f"{length} tokens", len(missing), len(missing))
+    if options.kvpress_python is not None:
+        press(
+            options.kvpress_python, options.model_path, folder, contexts, bench.shares,
+            options.presses,
+        )  # fmt: skip
+    began = time.perf_counter()
+    for done, index in enumerate(missing):
+        sample = samples[index]
+        progress(f"{length} tokens, {sample.task}", done, len(missing))
+        masks = folder / f"{names[index]}.npz" if options.kvpress_python else None
+        measure_context(bench, records, (length, index), sample, others[index], masks)
+        records.add((length, index, *finished), {})
+        if done == 0:
+            minutes = (time.perf_counter() - began) * len(missing) / 60
+            print(f"{length} tokens: about {minutes:.0f} minutes", file=sys.stderr)
+    progress(f"{length} tokens", len(missing), len(missing))
 
 
 def measure_context(
     bench: Bench, records: Records, place: tuple[int, int], sample: CalibrationSample,
-    others_ids: Sequence[int], presses: Presses, name: str,
+    others_ids: Sequence[int], masks: Path | None,
 ) -> None:  # fmt: skip
+    """Measure all ways to hold a context. masks: what presses keep of it."""
     context = Context(bench.model, shape_of(bench.model), sample)
     asker = Asker(bench.model, sample)
     shape = context.shape
     held_by_all = shape.num_layers * shape.num_kv_heads * context.num_tokens
 
-    def measure(way: Way) -> None:
-        quality = asker.quality(way.layers, way.refresh)
-        used = entries(way.layers, shape.group_size) if way.used is None else way.used
+    def measure(name: str, share: float, kept: Kept) -> None:
+        quality = asker.quality(kept.layers, kept.refresh)
+        used = entries(kept.layers, shape.group_size) if kept.used is None else kept.used
         figures = {**quality._asdict(), "bytes": used / held_by_all}
-        records.add((*place, way.name, way.share), figures)
+        records.add((*place, name, share), figures)
 
-    for way in ways(bench, context, presses, name):
-        if (*place, way.name, way.share) not in records:
-            measure(way)
+    for name, share, kept in ways(bench, context, masks):
+        if (*place, name, share) not in records:
+            measure(name, share, kept)
     for course, share in product(COURSES, bench.shares):
         if course.name in bench.settings and (*place, course.name, share) not in records:
-            ids, worth = sample.context_ids, bench.calibrated.worth
-            held = course.held(bench.model, ids, others_ids, share, worth)
-            measure(Way(course.name, share, *held))
+            worth = bench.calibrated.worth
+            case = Case(bench.model, sample.context_ids, others_ids, share, worth)
+            measure(course.name, share, course.held(case))
 
 
-def ways(bench: Bench, context: Context, presses: Presses, name: str) -> Iterator[Way]:
-    """Yield the ways to hold a context that came in one turn, each made when it is asked for."""
+def ways(bench: Bench, context: Context, masks: Path | None) -> Iterator[tuple[str, float, Kept]]:
+    """Yield the ways to hold a context that came in one turn, each made when it is asked for: its
+    name, the share of the bytes, and what is held."""
     shape, tokens = context.shape, context.num_tokens
-    every, group = (shape.num_layers, shape.num_kv_heads, tokens), shape.group_size
-    yield Way(FULL, 1.0, selected(context.kv, ends(every, tokens, 0), group))
-    yield Way(NONE, 0.0, selected(context.kv, ends(every, *EDGES), group))
+    every, worth = (shape.num_layers, shape.num_kv_heads, tokens), bench.calibrated.worth
+
+    def chosen(mask: Tensor) -> Kept:
+        return Kept(selected(context.kv, mask, shape.group_size))
+
+    yield FULL, 1.0, chosen(ends(every, tokens, 0))
+    yield NONE, 0.0, chosen(ends(every, *EDGES))
     for share in bench.shares:
         for setting in settings_at(share):
-            if setting.name not in bench.settings:
-                continue
-            try:
-                keeper = Keeper(context, bench.order, setting, bench.calibrated.worth)
-            except NoRoomError:
-                continue
-            yield Way(setting.name, share, keeper.layers(), keeper.refresh, keeper.used)
-    keeper = Keeper(context, bench.order, by_quality(bench, context), bench.calibrated.worth)
-    yield Way(BY_QUALITY, QUALITY, keeper.layers())
-    for (press, share), mask in presses.masks(name, every).items():
+            if setting.name in bench.settings:
+                with suppress(NoRoomError):
+                    yield setting.name, share, Keeper(context, bench.order, setting, worth).kept()
+    keeper = Keeper(context, bench.order, by_quality(bench, context), worth)
+    yield BY_QUALITY, QUALITY, keeper.kept()
+    for (press_name, share), mask in (read_masks(masks, every) if masks else {}).items():
         if share in bench.shares:
-            yield Way(press.removesuffix("Press"), share, selected(context.kv, mask, group))
+            yield press_name.removesuffix("Press"), share, chosen(mask)
 
 
 def by_quality(bench: Bench, context: Context) -> Setting:
@@ -350,9 +345,7 @@ def losses(
     return row.reshape(options.contexts, len(tasks)).T
 
 
-BENCHMARK = Benchmark(
-    "real.table", __doc__, declare, run, out=RESULTS / "real-table.json", seeded="of the samples"
-)
+BENCHMARK = Benchmark("real.table", __doc__, declare, run, out=RESULTS / "real-table.json")
 main = BENCHMARK.main
 
 if __name__ == "__main__":

@@ -1,16 +1,65 @@
-"""The tables that `benchmarks.real.table` prints, and its picture: the kept share of a context's
-worth over the share of its KV bytes. figures: its rows, one per length, share and way."""
+"""The kept share of a context's worth, and its interval; the tables that `benchmarks.real.table`
+prints of it, and its picture over the share of the KV bytes. figures: rows, one per length, share
+and way.
+
+Losses are `[tasks, contexts]`, nats per answer token. Tasks count alike, as do contexts of a task.
+Intervals are bootstrapped over a task's contexts. The draws are the same for every setting, so that
+two settings are compared on the same contexts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from benchmarks.common.table import new_table
-from benchmarks.real.statistics import Interval
+
+Losses = NDArray[np.float64]
+
+DRAWS = 2000
+# The percentiles of the bootstrap have 95 in 100 draws between them.
+LOW, HIGH = 2.5, 97.5
+
+
+class Interval(NamedTuple):
+    """A mean and the bounds between which 95% of the bootstrap's means lie: the mean itself where
+    every task has one context."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ({self.low:.2f} … {self.high:.2f})"
+
+
+def kept_worth(chosen: Losses, full: Losses, none: Losses) -> Interval:
+    """Return (none - chosen) / (none - full), which is 1 with the loss of the full context and 0
+    with that of none."""
+    gained, whole = none - chosen, none - full
+    draws = [_mean(gained, rows) / _mean(whole, rows) for rows in _resampled(full.shape)]
+    return _interval(gained.mean() / whole.mean(), draws)
+
+
+def _resampled(shape: tuple[int, ...]) -> list[NDArray[np.int64]]:
+    rng = np.random.default_rng(0)
+    return list(rng.integers(shape[1], size=(DRAWS, *shape)))
+
+
+def _mean(values: Losses, rows: NDArray[np.int64]) -> float:
+    return float(np.take_along_axis(values, rows, axis=1).mean())
+
+
+def _interval(mean: float, draws: list[float]) -> Interval:
+    low, high = np.percentile(draws, [LOW, HIGH])
+    return Interval(float(mean), float(low), float(high))
 
 
 def worth_table(
@@ -51,18 +100,6 @@ def quality_table(figures: Sequence[dict[str, Any]], target: str) -> Table:
             shares = (f"{row[name]:.1%}" for name in ("bytes", "least_bytes", "most_bytes"))
             kept = str(Interval(**row["all"]))
             table.add_row(str(row["length"]), *shares, f"{row['quality']:.3f}", kept)
-    return table
-
-
-def task_table(
-    figures: Sequence[dict[str, Any]], length: int, share: float, tasks: Sequence[str]
-) -> Table:
-    """Return a table of kept worth at one share: a line per way, a column per task."""
-    table = new_table(f"By task: {share:.0%} of the bytes, {length} tokens", ("way", *tasks))
-    for row in figures:
-        if (row["length"], row["share"]) == (length, share):
-            means = (row["tasks"][task]["mean"] for task in tasks)
-            table.add_row(row["way"], *(f"{mean:.2f}" for mean in means))
     return table
 
 

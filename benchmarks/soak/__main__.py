@@ -38,10 +38,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.benchmark import RESULTS, Arguments, Benchmark, Measured, Options
-from benchmarks.common.table import show
 from benchmarks.soak.faults import EVERY_S
 from benchmarks.soak.models import POLICIES
-from benchmarks.soak.report import make_bars, make_outcome, make_table, notes
+from benchmarks.soak.report import make_bars, make_outcome
 from benchmarks.soak.run import Soak
 from kvtier.bench.runner import terminated_as_interrupted
 
@@ -59,21 +58,15 @@ def declare(arguments: Arguments) -> None:
     arguments.number("--minutes", 60.0, "of load; starting up is extra")
     arguments.add("--most-growth", type=float, default=MOST_GROWTH, metavar="SHARE",
         help="of any process's resident memory (%(default)s)")  # fmt: skip
-    arguments.add("--folder", type=Path, help="keep logs and all else there (a temporary one)")
 
 
 def run(options: Options) -> Measured:
     """Soak for as long as asked."""
     # Sockets live in it, and their paths must be short.
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as name:
-        folder = Path(name)
-        if options.folder is not None:
-            folder = options.folder.resolve()
-            folder.mkdir(parents=True, mode=0o700)
         model = options.model_path.resolve()
-        seen = Soak(folder, model, options.minutes, options.seed).run()
+        seen = Soak(Path(name), model, options.minutes, options.seed).run()
     outcome = make_outcome(seen)
-    show(make_table(outcome), notes(outcome))
     for example in outcome["examples"]:
         print(example, file=sys.stderr)
     settings = {
@@ -88,14 +81,7 @@ def run(options: Options) -> Measured:
     return Measured(figures, make_bars(outcome, options.most_growth))
 
 
-BENCHMARK = Benchmark(
-    "soak",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "soak.json",
-    seeded="of sessions, clients and faults",
-)
+BENCHMARK = Benchmark("soak", __doc__, declare, run, out=RESULTS / "soak.json")
 
 if __name__ == "__main__":
     sys.exit(main())

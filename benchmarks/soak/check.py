@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,8 @@ class Checker:
             async with self._changed:
                 await self._changed.wait_for(lambda: any(self._waiting.values()))
                 version = max(self._waiting, key=self._worth)
-                batch = take(self._waiting[version], TOGETHER)
+                waiting = self._waiting[version]
+                batch = [waiting.popleft() for _ in range(min(TOGETHER, len(waiting)))]
                 self._busy = len(batch)
                 self._changed.notify_all()
             if version != self.version:
@@ -229,8 +230,3 @@ class Checker:
                 f"restored, scope {answer.asked.scope}): said {list(answer.said.tokens)}, the "
                 f"reference {list(reference.choices)}; off by {verdict.off:.2g}"
             )
-
-
-def take(waiting: deque[Answer], most: int) -> Sequence[Answer]:
-    """The next few that wait."""
-    return [waiting.popleft() for _ in range(min(most, len(waiting)))]

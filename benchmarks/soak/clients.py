@@ -21,8 +21,6 @@ from benchmarks.soak.load import (
     OPEN_SESSIONS,
     Load,
     Session,
-    Text,
-    choose,
     exact_forks,
     why_exact,
 )
@@ -131,7 +129,7 @@ class Client:
         stop."""
         once = [*ACTIONS, *ACTIONS][self.number % len(ACTIONS) :][: len(ACTIONS)]
         while not stopping.is_set():
-            action = once.pop() if once else choose(self.rng)
+            action = once.pop() if once else self.rng.choices([*ACTIONS], [*ACTIONS.values()])[0]
             self.tally.actions[action] += 1
             place = self.rng.randrange(OPEN_SESSIONS)
             await self._do(action, self.sessions[place])
@@ -145,13 +143,7 @@ class Client:
             case "turn" | "prompt logprobs":
                 await self._turn(session, measured=action == "prompt logprobs")
             case "fork":
-                await self._ask(
-                    session.text,
-                    session.fork(self.rng),
-                    session.scope,
-                    engine=self._engine(session),
-                    met=session.met,
-                )
+                await self._ask(session, session.fork(self.rng), engine=self._engine(session))
             case "abort":
                 await self._give_up(session)
             case "scopes":
@@ -186,14 +178,8 @@ class Client:
         self, session: Session, *, measured: bool = False, engine: Engine | None = None
     ) -> None:
         prompt = session.prompt()
-        said = await self._ask(
-            session.text,
-            prompt,
-            session.scope,
-            measured=measured,
-            engine=engine or self._engine(session),
-            met=session.met,
-        )
+        engine = engine or self._engine(session)
+        said = await self._ask(session, prompt, measured=measured, engine=engine)
         if said is not None:
             session.answered(prompt, said)
 
@@ -229,18 +215,19 @@ class Client:
         scopes = self.load.scopes(f"client {self.number} scope {self._sessions_made}")
         prompt = (*text.context, *self.rng.choice(text.questions))
         engine = self._engine()
-        await asyncio.gather(*(self._ask(text, prompt, one, engine=engine) for one in scopes))
+        sessions = [Session(text, scope) for scope in scopes]
+        await asyncio.gather(*(self._ask(one, prompt, engine=engine) for one in sessions))
 
     async def _exact_forks(self) -> None:
         """A context of its own; then forks of it, each of which has to be exact everywhere."""
         text = self.load.own_text()
         self._sessions_made += 1
         scope = {"cache_salt": f"client {self.number} forks {self._sessions_made}"}
-        first = (*text.context, *text.turns[0])
-        if await self._ask(text, first, scope) is None:
+        session = Session(text, scope)
+        if await self._ask(session, session.prompt()) is None:
             return
         for prompt in exact_forks(text, self.rule):
-            if await self._ask(text, prompt, scope, kind=FORK) is None:
+            if await self._ask(session, prompt, kind=FORK) is None:
                 return
 
     async def _move(self) -> None:
@@ -256,20 +243,18 @@ class Client:
 
     async def _ask(
         self,
-        text: Text,
+        session: Session,
         prompt: Sequence[int],
-        scope: dict[str, str],
         *,
         measured: bool = False,
         kind: str | None = None,
         engine: Engine | None = None,
-        met: set[str] | None = None,
     ) -> Said | None:
         """Ask an engine and have the answer compared where it has to be exact; None where it
-        failed. kind: why it has to be; met: by which rules this scope was served, None where others
-        share it."""
+        failed. kind: why it has to be."""
+        met = session.met
         engine = engine or self._engine()
-        asked = self._request(prompt, scope, measured=measured)
+        asked = self._request(prompt, session.scope, measured=measured)
         async with engine.gate.entered():
             # In here it does not change, only while the gate is closed.
             policy = engine.policy
@@ -285,7 +270,7 @@ class Client:
         self.tally.finished += 1
         why: str | None = KEPT_WHOLE
         if policy != EVERYTHING:
-            why = why_exact(self.rule, prompt, said, short=text.short, measured=measured)
+            why = why_exact(self.rule, prompt, said, short=session.text.short, measured=measured)
             if why is None and kind is not None and not said.retracted:
                 why = kind
         if moved and said.restored and not said.retracted:

@@ -153,11 +153,6 @@ class Load:
         return rng.choice([text for text in self.texts if text.short])
 
 
-def choose(rng: random.Random, weights: Mapping[str, float] = ACTIONS) -> str:
-    """Choose what to do next."""
-    return rng.choices(list(weights), list(weights.values()))[0]
-
-
 def exact_forks(text: Text, rule: LocalityRule) -> list[tuple[int, ...]]:
     """Prompts that leave a context whose first turn has ended, the later first, so that an engine
     which compressed the context, and every fork before, still answers each of them exactly: none

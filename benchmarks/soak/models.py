@@ -116,11 +116,6 @@ def server_flags(
     ]  # fmt: skip
 
 
-def reference_flags() -> list[str]:
-    """The flags of stock SGLang without any cache: every answer is computed from nothing."""
-    return ["--attention-backend", "torch_native", "--disable-radix-cache"]
-
-
 def engine_flags(folder: Path, redis_url: str, tier: str, policy: str, full: Path) -> list[str]:
     """kvtier's. folder: of the engine; policy: EVERYTHING or one of POLICIES; full: the profile by
     which nothing is dropped. The engine that keeps everything has payloads come over its

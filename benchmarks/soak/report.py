@@ -8,10 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
-from benchmarks.common.bars import Bar, in_one_line
-from benchmarks.common.table import new_table
+from benchmarks.common.bars import Bar
 from benchmarks.soak.check import Kind
 from benchmarks.soak.clients import FORK, KEPT_WHOLE, MOVED
 from benchmarks.soak.faults import (
@@ -32,10 +29,6 @@ FAULTS = (*TIER_FAULTS, REDIS_KILL, WEIGHTS, EMPTIED, RESTART)
 OPTIONAL_FAULTS = (DISK_FULL,)
 # A process that has run for a shorter share of the load says nothing about its memory.
 LONG_LIFE = 0.25
-COUNTERS = (
-    "spans_spilled", "restored_requests", "restored_tokens", "breaker_opened", "records_refused",
-    "restore_failed", "no_room", "refreshed_turns", "refreshed_again", "compressed_nodes",
-)  # fmt: skip
 
 
 def growth(samples: Sequence[Sample]) -> float | None:
@@ -154,37 +147,3 @@ def make_bars(outcome: Mapping[str, Any], most_growth: float) -> list[Bar]:
          {"engine-a", "engine-b", "tier"} <= set(known) and max(known.values()) <= most_growth),
     ]  # fmt: skip
     return [Bar(name, value, bool(met)) for name, value, met in bars]
-
-
-def make_table(outcome: Mapping[str, Any]) -> Table:
-    """A line per kind of answer."""
-    columns = ("why exact", "answers", "compared", "restored", "tokens", "ties", "wrong tokens",
-               "wrong logprobs", "largest gap")  # fmt: skip
-    minutes = outcome["load_s"] / 60
-    table = new_table(f"Two engines and a tier for {minutes:.1f} minutes", columns)
-    none = asdict(Kind())
-    shown_kinds = {kind: outcome["compared"].get(kind, none) for kind in KINDS}
-    shown_kinds["compressed"] = outcome["compressed_shown"]
-    for kind, one in shown_kinds.items():
-        name = "(compressed)" if kind == "compressed" else kind
-        table.add_row(
-            name, f"{outcome['answers'].get(kind, 0)}", f"{one['compared']}",
-            f"{one['restored']}", f"{one['tokens']}", f"{one['ties']}", f"{one['wrong_tokens']}",
-            f"{one['wrong_logprobs']}", f"{one['largest_off']:.1e}",
-        )  # fmt: skip
-    return table
-
-
-def notes(outcome: Mapping[str, Any]) -> list[str]:
-    """Return a line each on what engines and tier did."""
-    lives, tier, lines = outcome["engines"], outcome["tier"], []
-    for name in sorted({life["engine"] for life in lives}):
-        total: Counter[str] = Counter()
-        for life in lives:
-            if life["engine"] == name:
-                total.update({counter: life.get(counter, 0) for counter in COUNTERS})
-        done = {counter.replace("_", " "): total[counter] for counter in COUNTERS}
-        lines.append(f"{name}: {in_one_line(done)}")
-    numbers = ("used_bytes", "capacity_bytes", "blobs", "evictions", "quarantined")
-    lines.append("tier: " + in_one_line({one.replace("_", " "): tier[one] for one in numbers}))
-    return lines

@@ -72,6 +72,8 @@ HEALTHY_S = 60.0
 RESTART_MINUTES = 7.0
 TIER_NAME = "tier"
 KVTIER, STOCK = ("kvtier", "serve"), ("sglang.launch_server",)
+# The flags of a reference that computes every answer from nothing.
+UNCACHED = ("--attention-backend", "torch_native", "--disable-radix-cache")
 
 
 @dataclass
@@ -131,7 +133,7 @@ class Soak:
             "engine-b", KVTIER, [*common, *self._rule("engine-b", self.policies[0])], folder
         )
         self.stock, self.stock_url = server_process(
-            "reference", STOCK, [*common, *models.reference_flags()], folder
+            "reference", STOCK, [*common, *UNCACHED], folder
         )
         self.urls = (a_url, b_url)
         self.began = 0.0

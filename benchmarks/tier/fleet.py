@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +216,7 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
     _, metrics_port = free_address().split(":")
     url = f"http://{host}:{port}"
     command = [
-        str(options.smg), "launch", "--host", host, "--port", port,
+        str(Path(sys.executable).with_name("smg")), "launch", "--host", host, "--port", port,
         "--worker-urls", *(url for _, url in servers),
         "--policy", "consistent_hashing", "--routing-key-headers", HEADER,
         "--health-check-interval-secs", "1", "--health-failure-threshold", "1",
@@ -225,7 +227,7 @@ def running_fleet(options: Options, folder: Path) -> Iterator[Fleet]:
         # Another router on this host may have the usual one.
         "--prometheus-port", metrics_port,
     ]  # fmt: skip
-    router = Served("router", command, folder, answers_http(url))
+    router = Served("router", command, folder, partial(answers_http, url))
     started = [tier, *(server for server, _ in servers), router]
     try:
         tier.start()

@@ -35,11 +35,7 @@ from kvtier.sizes import format_size
 
 
 def declare(arguments: Arguments) -> None:
-    arguments.model("head_profile.json")
-    arguments.add(
-        "--smg", type=Path, default=Path(sys.executable).with_name("smg"), metavar="FILE",
-        help="the router's program (the one beside this Python)",
-    )  # fmt: skip
+    arguments.model()
     arguments.size("--len", "4k", "context tokens of a session")
     arguments.whole("--sessions", 8, "sessions", least=2)
     arguments.add(
@@ -98,7 +94,7 @@ def judged(
     deaths = options.deaths
     killed = "one of them killed" if deaths == 1 else f"killed in turn {deaths} times"
     title = f"{len(first)} sessions of {format_size(options.len)}, two servers, {killed}"
-    table = new_table(title, ("turns", "number", "median time to first token"), left=("turns",))
+    table = new_table(title, ("turns", "number", "median time to first token"))
     for label, turns in rows.items():
         table.add_row(label, str(len(turns)), f"{median_ms(turns):.0f} ms")
     show(table)
@@ -145,13 +141,7 @@ def median_ms(turns: Sequence[Turn]) -> float:
 
 
 BENCHMARK = Benchmark(
-    "tier.router",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "tier-router.json",
-    seed=5,
-    seeded="of all tokens",
+    "tier.router", __doc__, declare, run, out=RESULTS / "tier-router.json", seed=5
 )
 main = BENCHMARK.main
 

@@ -4,8 +4,8 @@
 
     options, planning/   flags, and what they mean for a model: pool, profiles, engine arguments
     runner, worker       a process per policy
-    workload, measure    what is asked, and asking it; scoring: how likely right answers were
-    recorded/, replay/   a trace's requests instead of such sessions
+    workload, measure    what is asked, and asking it, and how likely right answers were
+    recorded, replay/    a trace's requests instead of such sessions
     schema, metrics      the documents, and the arithmetic on them
-    table, report/, progress/   what people see
+    table, report/, progress   what people see
 """

@@ -11,7 +11,7 @@ from typing import Any
 from kvtier.bench.metrics import compare_all
 from kvtier.bench.options import PROGRAM, Options, parse_options
 from kvtier.bench.planning import Model, PolicyPlan, make_plans
-from kvtier.bench.progress.display import Progress
+from kvtier.bench.progress import Progress
 from kvtier.bench.replay.page import render_replay
 from kvtier.bench.replay.schema import ReplayDocument, ReplayResult
 from kvtier.bench.replay.table import print_replay
@@ -19,7 +19,6 @@ from kvtier.bench.report.html import render_report
 from kvtier.bench.runner import run_worker, terminated_as_interrupted
 from kvtier.bench.schema import (
     Document,
-    DocumentBase,
     EngineRun,
     Replay,
     RunFailure,
@@ -64,29 +63,22 @@ def run_all(
         for entry in plans:
             warn_if_small(entry, progress)
             outcomes.append(run_worker(entry.plan, progress))
-    common = DocumentBase(
-        started_at=started_at,
-        command=command,
-        environment=describe_environment(options.workload.seed),
-        model=describe_model(model, plans),
-        settings=plans[0].settings.model_dump(mode="json", exclude={"data_dir"}),
-        failures=tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
-        notes=tuple(note for entry in plans for note in entry.notes),
-    )
-    return make_document(common, plans[0].plan.workload, outcomes)
-
-
-def make_document(
-    common: DocumentBase, workload: Workload | Replay, outcomes: Sequence[EngineRun | RunFailure]
-) -> Document | ReplayDocument:
-    """Return the document of all outcomes, with the runs of this workload's kind."""
-    shared = {name: getattr(common, name) for name in DocumentBase.model_fields}
+    common: dict[str, Any] = {
+        "started_at": started_at,
+        "command": command,
+        "environment": describe_environment(options.workload.seed),
+        "model": describe_model(model, plans),
+        "settings": plans[0].settings.model_dump(mode="json", exclude={"data_dir"}),
+        "failures": tuple(outcome for outcome in outcomes if isinstance(outcome, RunFailure)),
+        "notes": tuple(note for entry in plans for note in entry.notes),
+    }
+    workload = plans[0].plan.workload
     if isinstance(workload, Replay):
         replays = tuple(outcome for outcome in outcomes if isinstance(outcome, ReplayResult))
-        return ReplayDocument(**shared, workload=workload, runs=replays)
+        return ReplayDocument(**common, workload=workload, runs=replays)
     runs = tuple(outcome for outcome in outcomes if isinstance(outcome, RunResult))
     ratios, comparisons = compare_all(runs)
-    return Document(**shared, workload=workload, runs=runs, ratios=ratios, comparisons=comparisons)
+    return Document(**common, workload=workload, runs=runs, ratios=ratios, comparisons=comparisons)
 
 
 def warn_if_small(entry: PolicyPlan, progress: Progress) -> None:

@@ -1,18 +1,22 @@
 """The engine as the bench sees it, and the real one behind it.
 
-`ChatEngine` is all that the loop over sessions knows, `ReplayEngine` all that a replay knows. Both
-are used from one thread; the caller that opens an engine closes it.
+`Engine` is all that the loops over sessions and traces know. It is used from one thread; the caller
+that opens an engine closes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvtier.bench.schema import Occupancy, Plan, TierReading
+
+Answered = TypeVar("Answered")
+# The engine's names of what a reading of the tier calls otherwise.
+TIER_NAMES = {"stored_bytes": "put_bytes", "missed": "refresh_missed"}
 
 
 @dataclass(frozen=True)
@@ -31,15 +35,13 @@ class Scored:
 
 @dataclass(frozen=True)
 class Answer:
-    """One finished request. itl_ms[i] is the time between output tokens i and i + 1.
-    restored_tokens: of the cached ones, those that came from the tier. sent_s: when it was to be
-    sent, in seconds from a replay's beginning."""
+    """One finished request. restored_tokens: of the cached ones, those that came from the tier.
+    sent_s: when it was to be sent, in seconds from a replay's beginning."""
 
     output_ids: tuple[int, ...]
     cached_tokens: int
     ttft_ms: float
     latency_ms: float
-    itl_ms: tuple[float, ...]
     restored_tokens: int = 0
     sent_s: float = 0.0
 
@@ -59,7 +61,7 @@ class Arrival:
     after: int | None = None
 
 
-class ChatEngine(Protocol):
+class Engine(Protocol):
     """Greedy generation from token ids over a prefix cache."""
 
     device: str
@@ -68,6 +70,15 @@ class ChatEngine(Protocol):
         self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
     ) -> Answer:
         """Generate until one of `stop_ids` (which is part of the output) or `max_new_tokens`."""
+        ...
+
+    def replay(
+        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
+    ) -> list[Answer]:
+        """Send every request at its time, or so long after the answer that it waits for, and wait
+        for all answers, in the order of `arrivals`.
+        Times count from when a request was to be sent. tell: hears of each answer when it is
+        complete, with its number."""
         ...
 
     def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
@@ -89,20 +100,7 @@ class ChatEngine(Protocol):
         ...
 
 
-class ReplayEngine(ChatEngine, Protocol):
-    """An engine that many requests may ask at once."""
-
-    def replay(
-        self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
-    ) -> list[Answer]:
-        """Send every request at its time, or so long after the answer that it waits for, and wait
-        for all answers, in the order of `arrivals`.
-        Times count from when a request was to be sent. tell: hears of each answer when it is
-        complete, with its number."""
-        ...
-
-
-EngineFactory = Callable[[Plan], ChatEngine]
+EngineFactory = Callable[[Plan], Engine]
 
 
 class EngineError(Exception):
@@ -110,42 +108,34 @@ class EngineError(Exception):
 
 
 class StreamClock:
-    """Times the chunks of one stream. A chunk of several tokens counts as several equal steps.
-    start: when the request was to be sent, if that is not now."""
+    """Times the chunks of one stream. start: when the request was to be sent, if that is not
+    now."""
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, start: float | None = None
     ) -> None:
         self._now = now
-        self._start = self._last = now() if start is None else start
-        self._tokens = 0
-        self._ttft_s: float | None = None
-        self._itl_s: list[float] = []
+        self._start = now() if start is None else start
+        self._tokens, self._first, self._last = 0, 0.0, 0.0
 
     def see(self, num_tokens: int) -> None:
         """A chunk arrived that brings the output to `num_tokens`."""
-        new = num_tokens - self._tokens
-        if new <= 0:
-            return
-        at = self._now()
-        if self._ttft_s is None:
-            self._ttft_s, new = at - self._start, new - 1
-        if new > 0:
-            self._itl_s += [(at - self._last) / new] * new
-        self._last, self._tokens = at, num_tokens
+        if num_tokens > self._tokens:
+            self._last = self._now()
+            self._first = self._first or self._last
+            self._tokens = num_tokens
 
     def answer(
         self, output_ids: Sequence[int], cached_tokens: int, restored_tokens: int = 0
     ) -> Answer:
         """The finished request. Raises EngineError when no token came."""
-        if self._ttft_s is None:
+        if not self._tokens:
             raise EngineError("the engine finished a request without a single token")
         return Answer(
             output_ids=tuple(output_ids),
             cached_tokens=cached_tokens,
-            ttft_ms=self._ttft_s * 1e3,
+            ttft_ms=(self._first - self._start) * 1e3,
             latency_ms=(self._last - self._start) * 1e3,
-            itl_ms=tuple(step * 1e3 for step in self._itl_s),
             restored_tokens=restored_tokens,
         )
 
@@ -170,53 +160,38 @@ def _tier_reading(report: dict[str, Any] | None) -> TierReading | None:
     """The tier's part of the engine's state; what has not happened yet is not in it."""
     if report is None:
         return None
-    return TierReading(
-        pending=report["pending"],
-        stored_bytes=report.get("put_bytes", 0),
-        restored_tokens=report.get("restored_tokens", 0),
-        refreshed_turns=report.get("refreshed_turns", 0),
-        refreshed_again=report.get("refreshed_again", 0),
-        refresh_moved_bytes=report.get("refresh_moved_bytes", 0),
-        refresh_s=report.get("refresh_s", 0.0),
-        refresh_wait_s=report.get("refresh_wait_s", 0.0),
-        missed=report.get("refresh_missed", 0),
-        spill_s=report.get("spill_s", 0.0),
-    )
+    names = {name: TIER_NAMES.get(name, name) for name in TierReading.model_fields}
+    found = {name: report[theirs] for name, theirs in names.items() if theirs in report}
+    return TierReading.model_validate(found)
 
 
 class SglangEngine:
-    """`sglang.Engine` in this process, its scheduler in a child."""
+    """`sglang.Engine` in this process, its scheduler in a child. engine_args: its keyword
+    arguments."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, engine_args: Mapping[str, Any]) -> None:
         import sglang as sgl
         import torch
 
-        self._engine: Any = sgl.Engine(**plan.engine_args)
-        on_cuda = plan.engine_args["device"] == "cuda"
+        self._engine: Any = sgl.Engine(**engine_args)
+        on_cuda = engine_args["device"] == "cuda"
         self.device = torch.cuda.get_device_name() if on_cuda else "cpu"
 
     def generate(
         self, input_ids: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int]
     ) -> Answer:
-        params = {
-            "temperature": 0,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": list(stop_ids),
-        }
-        clock = StreamClock()
-        chunk: dict[str, Any] = {}
-        for chunk in self._engine.generate(
-            input_ids=list(input_ids), sampling_params=params, stream=True
-        ):
-            clock.see(chunk["meta_info"]["completion_tokens"])
-        _check_finished(chunk, len(input_ids))
-        return _answer(clock, chunk)
+        more = {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop_ids)}
+        return self._wait_for(self._stream(input_ids, time.perf_counter(), more))
 
     def replay(
         self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
     ) -> list[Answer]:
+        return self._wait_for(self._replay(arrivals, tell))
+
+    def _wait_for(self, answers: Coroutine[Any, Any, Answered]) -> Answered:
         # SGLang's own loop, in which its tokenizer manager listens.
-        return list(self._engine.loop.run_until_complete(self._replay(arrivals, tell)))
+        found: Answered = self._engine.loop.run_until_complete(answers)
+        return found
 
     async def _replay(
         self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
@@ -233,7 +208,9 @@ class SglangEngine:
             before = origin if arrival.after is None else await ended[arrival.after]
             start = before + arrival.at_s
             await asyncio.sleep(start - time.perf_counter())
-            answer = replace(await self._stream(arrival, start), sent_s=start - origin)
+            more = {"max_new_tokens": arrival.output_tokens, "ignore_eos": True}
+            answer = await self._stream(arrival.input_ids, start, more)
+            answer = replace(answer, sent_s=start - origin)
             if index in ended:
                 ended[index].set_result(time.perf_counter())
             tell(index, answer)
@@ -244,16 +221,17 @@ class SglangEngine:
             tasks = [group.create_task(one(*each)) for each in enumerate(arrivals)]
         return [task.result() for task in tasks]
 
-    async def _stream(self, arrival: Arrival, start: float) -> Answer:
-        params = {"temperature": 0, "max_new_tokens": arrival.output_tokens, "ignore_eos": True}
-        clock = StreamClock(start=start)
-        chunk: dict[str, Any] = {}
+    async def _stream(
+        self, input_ids: Sequence[int], start: float, more: Mapping[str, Any]
+    ) -> Answer:
+        """Send a greedy request. start: when it was to be sent; more: sampling parameters."""
+        clock, chunk = StreamClock(start=start), dict[str, Any]()
         stream = await self._engine.async_generate(
-            input_ids=list(arrival.input_ids), sampling_params=params, stream=True
+            input_ids=list(input_ids), sampling_params={"temperature": 0, **more}, stream=True
         )
         async for chunk in stream:
             clock.see(chunk["meta_info"]["completion_tokens"])
-        _check_finished(chunk, len(arrival.input_ids))
+        _check_finished(chunk, len(input_ids))
         return _answer(clock, chunk)
 
     def score(self, input_ids: Sequence[int], wanted_ids: Sequence[int]) -> Scored:
@@ -281,22 +259,23 @@ class SglangEngine:
             cached_tokens=done["meta_info"]["cached_tokens"],
         )
 
-    def occupancy(self) -> Occupancy:
-        state = self._engine.get_server_info()["internal_states"][0]
+    def state(self) -> dict[str, Any]:
+        """Return what kvtier says of itself in the engine's state. Raises EngineError."""
+        state: dict[str, dict[str, Any]] = self._engine.get_server_info()["internal_states"][0]
         if "kvtier" not in state:
             raise EngineError(
                 "the engine reports no pool occupancy: is the kvtier plugin installed "
                 "(pip install -e .) and not hidden by SGLANG_PLUGINS?"
             )
-        report = state["kvtier"]
-        retention = report.get("retention", {})
+        return state["kvtier"]
+
+    def occupancy(self) -> Occupancy:
+        report = self.state()
         return Occupancy(
             kv_used_bytes=report["kv_used_bytes"],
             kv_peak_bytes=report["kv_peak_bytes"],
             kv_capacity_bytes=report["kv_capacity_bytes"],
-            compacted_turns=retention.get("compacted_turns", 0),
             evicted_tokens=report.get("kv_evicted_tokens", 0),
-            newest=retention["recent"][-1] if retention.get("recent") else None,
             tier=_tier_reading(report.get("tier")),
         )
 

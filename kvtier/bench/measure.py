@@ -8,13 +8,14 @@ session's last turn has to be computed again, and its time to first token shows 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-from kvtier.bench.engine import Answer, ChatEngine, EngineFactory
+from kvtier.bench.engine import Answer, Engine, EngineFactory
 from kvtier.bench.metrics import is_resident, summarize, turn_results
-from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RetainedTurn, RunResult, Workload
-from kvtier.bench.scoring import answer_nll
+from kvtier.bench.schema import Occupancy, Plan, RequestRecord, RunResult, Workload
 from kvtier.bench.workload import open_script, plan_sessions
 from kvtier.synthetic.script import Script, ScriptedSession, Turn
 
@@ -59,18 +60,12 @@ class Asked:
 
 
 def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
-    """Run one policy from start to end; the engine is closed whatever happens."""
-    emit({"event": "loading"})
+    """Run one policy from start to end."""
     workload = plan.workload
     assert isinstance(workload, Workload), "another kind of workload is another module's"
     script = open_script(workload.script, plan.engine_args["model_path"])
     sessions = plan_sessions(workload, script)
-    began = time.perf_counter()
-    engine = open_engine(plan)
-    try:
-        warm_up(engine, script.warm_up_ids, script.stop_ids)
-        load_s = time.perf_counter() - began
-        emit({"event": "ready", "load_s": load_s})
+    with warm_engine(plan, open_engine, script, emit) as (engine, load_s):
         capacity = engine.occupancy().kv_capacity_bytes
         talks = [Conversation(i, planned, script) for i, planned in enumerate(sessions)]
         began = time.perf_counter()
@@ -81,8 +76,6 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
         if workload.scores_nll:
             emit({"event": "scoring", "questions": len(asked)})
             asked = [score(engine, each, script.unscored) for each in asked]
-    finally:
-        engine.close()
     records = [each.record for each in asked]
     turns = turn_results(records)
     return RunResult(
@@ -102,15 +95,28 @@ def run_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> RunResult:
     )
 
 
-def warm_up(engine: ChatEngine, filler: Sequence[int], stop_ids: Sequence[int]) -> None:
-    """Pay one-off costs (thread pools, kernel compilation) before anything is timed."""
-    for length in (len(filler) // 2, len(filler)):
-        engine.generate(filler[:length], 3, stop_ids)
-    engine.flush()
+@contextmanager
+def warm_engine(
+    plan: Plan, open_engine: EngineFactory, script: Script, emit: Emit
+) -> Iterator[tuple[Engine, float]]:
+    """A plan's engine and the seconds that loading it took; it is closed whatever happens. One-off
+    costs (thread pools, kernel compilation) are paid before anything is timed."""
+    emit({"event": "loading"})
+    began = time.perf_counter()
+    engine, filler = open_engine(plan), script.warm_up_ids
+    try:
+        for length in (len(filler) // 2, len(filler)):
+            engine.generate(filler[:length], 3, script.stop_ids)
+        engine.flush()
+        load_s = time.perf_counter() - began
+        emit({"event": "ready", "load_s": load_s})
+        yield engine, load_s
+    finally:
+        engine.close()
 
 
 def hold_sessions(
-    engine: ChatEngine, talks: Sequence[Conversation], turns: int, emit: Emit
+    engine: Engine, talks: Sequence[Conversation], turns: int, emit: Emit
 ) -> list[Asked]:
     """Every request of the workload, in the order served."""
     everything = []
@@ -119,18 +125,16 @@ def hold_sessions(
             emit({"event": "turn", "session": talk.index, "turn": turn + 1})
             for asked in _hold_turn(engine, talk, turn):
                 everything.append(asked)
-                shown = asked.record.model_dump(exclude={"output_ids", "itl_ms"})
+                shown = asked.record.model_dump(exclude={"output_ids"})
                 emit({"event": "request", **shown})
     return everything
 
 
-def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Asked]:
+def _hold_turn(engine: Engine, talk: Conversation, turn: int) -> list[Asked]:
     asked = talk.planned.turns[turn]
-    before = engine.occupancy()  # starts the peak of this turn
+    engine.occupancy()  # starts the peak of this turn
     answer = _ask(engine, talk, asked)
-    after = settled(engine)
-    retained = after.newest if after.compacted_turns > before.compacted_turns else None
-    everything = [_asked(talk, turn, 0, asked, answer, after, retained)]
+    everything = [_asked(talk, turn, 0, asked, answer, settled(engine))]
     talk.take_answer(asked.prompt_ids, answer.output_ids)
     for number, question in enumerate(talk.planned.branches[turn], start=1):
         answer = _ask(engine, talk, question)
@@ -138,7 +142,7 @@ def _hold_turn(engine: ChatEngine, talk: Conversation, turn: int) -> list[Asked]
     return everything
 
 
-def settled(engine: ChatEngine) -> Occupancy:
+def settled(engine: Engine) -> Occupancy:
     """Wait until a turn's KV has reached the tier, and return what the pool holds then: people and
     tools take longer than that between turns. The first reading has the peak."""
     first = last = engine.occupancy()
@@ -149,7 +153,7 @@ def settled(engine: ChatEngine) -> Occupancy:
     return first.model_copy(update={"tier": last.tier})
 
 
-def _ask(engine: ChatEngine, talk: Conversation, asked: Turn) -> Answer:
+def _ask(engine: Engine, talk: Conversation, asked: Turn) -> Answer:
     script = talk.script
     return engine.generate([*talk.history, *asked.prompt_ids], script.max_answer, script.stop_ids)
 
@@ -161,11 +165,9 @@ def _asked(
     asked: Turn,
     answer: Answer,
     occupancy: Occupancy | None = None,
-    retained: RetainedTurn | None = None,
 ) -> Asked:
     """A request's outcome, judged by what could be known before it was asked."""
     right = asked.expected(talk.answers)
-    judged = None if right is None else talk.script.judge(right, answer.output_ids)
     prompt_ids = (*talk.history, *asked.prompt_ids)
     record = RequestRecord(
         session=talk.index,
@@ -177,16 +179,13 @@ def _asked(
         output_ids=answer.output_ids,
         ttft_ms=answer.ttft_ms,
         latency_ms=answer.latency_ms,
-        itl_ms=answer.itl_ms,
-        recall=None if judged is None else judged.recall,
-        strict=None if judged is None else judged.strict,
+        recall=None if right is None else talk.script.judge(right, answer.output_ids),
         occupancy=occupancy,
-        retained=retained,
     )
     return Asked(record, prompt_ids, right)
 
 
-def score(engine: ChatEngine, asked: Asked, unscored: int) -> Asked:
+def score(engine: Engine, asked: Asked, unscored: int) -> Asked:
     """Return the answer with the NLL of the right one, where RunResult says that there is one."""
     record, right = asked.record, asked.right
     before_anything_is_dropped = record.turn == 1 and record.question == 0
@@ -198,7 +197,37 @@ def score(engine: ChatEngine, asked: Asked, unscored: int) -> Asked:
     return replace(asked, record=record.model_copy(update={"nll": nll}))
 
 
-def count_resident(engine: ChatEngine, talks: Sequence[Conversation]) -> int:
+def answer_nll(
+    engine: Engine, prompt_ids: Sequence[int], answer_ids: Sequence[int], unscored: int
+) -> tuple[float, int]:
+    """Return the mean negative log-likelihood of the answer's tokens but the first `unscored`, in
+    nats per token, each given the right ones before it, under the policy that serves; and how many
+    of the prompt's tokens were cached, at least. answer_ids: more than `unscored`
+
+    Asking for log-probabilities of a prompt would have the prompt computed exactly, whatever the
+    policy keeps of it. So the right answer is never in the prompt that is asked about: the engine
+    generates greedily and says, place by place, how likely the right token was. That holds up to
+    the first place where it says something else; the next request goes on behind the right token.
+
+        right answer    4  8  2  1  3
+        request 1       4  8  7  …         counts for places 1, 2, 3
+        request 2       4  8  2 │ 1  3     counts for places 4, 5
+    """
+    logprobs: list[float] = []
+    cached = len(prompt_ids)
+    while len(logprobs) < len(answer_ids):
+        at = len(logprobs)
+        wanted = answer_ids[at:]
+        scored = engine.score([*prompt_ids, *answer_ids[:at]], wanted)
+        pairs = zip(scored.output_ids, wanted, strict=True)
+        agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        logprobs += scored.logprobs[: agreed + 1]
+        cached = min(cached, scored.cached_tokens)
+    counted = logprobs[unscored:]
+    return -sum(counted) / len(counted), cached
+
+
+def count_resident(engine: Engine, talks: Sequence[Conversation]) -> int:
     """Sessions still cached after the last turn, by asking for one more token of each.
 
     From the most recently served back: a hit evicts nothing, and under LRU everything older than

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from kvtier.bench.engine import Answer
 from kvtier.bench.policies import BASELINES, POLICIES
 from kvtier.bench.schema import Ratios, RequestRecord, RunResult, Summary, TurnResult
 
@@ -19,7 +20,7 @@ def is_resident(cached_tokens: int, history_tokens: int) -> bool:
     return cached_tokens >= RESIDENT_SHARE * history_tokens
 
 
-def tpot_ms(record: RequestRecord) -> float:
+def tpot_ms(record: RequestRecord | Answer) -> float:
     """Time per output token after the first, in ms; 0 for an answer of one token."""
     later = len(record.output_ids) - 1
     return (record.latency_ms - record.ttft_ms) / later if later > 0 else 0.0
@@ -52,15 +53,7 @@ def _turn(records: Sequence[RequestRecord]) -> TurnResult:
         nll=_mean(nlls),
         nll_questions=len(nlls),
         resident_sessions=None if turn == 1 else resident,
-        retained_share=retained_share(main),
     )
-
-
-def retained_share(records: Iterable[RequestRecord]) -> float | None:
-    """Prompt tokens kept by CA heads over prompt tokens, where a share was decided."""
-    turns = [record.retained for record in records if record.retained is not None]
-    prompts = sum(turn.prompt_tokens for turn in turns)
-    return sum(turn.kept_tokens for turn in turns) / prompts if prompts else None
 
 
 def summarize(
@@ -70,26 +63,15 @@ def summarize(
     main = [record for record in records if record.question == 0]
     later = [record for record in main if record.turn > 1] or main
     ttfts = [record.ttft_ms for record in later]
-    tpots = [tpot_ms(record) for record in later]
-    itls = [step for record in later for step in record.itl_ms]
-    strict = [float(record.strict) for record in records if record.strict is not None]
     return Summary(
         median_ttft_ms=_median(ttfts),
-        mean_ttft_ms=float(np.mean(ttfts)),
         p99_ttft_ms=_p99(ttfts),
-        median_tpot_ms=_median(tpots),
-        mean_tpot_ms=float(np.mean(tpots)),
-        p99_tpot_ms=_p99(tpots),
-        median_itl_ms=_median(itls),
-        p99_itl_ms=_p99(itls),
-        median_e2e_latency_ms=_median(record.latency_ms for record in later),
+        median_tpot_ms=_median(map(tpot_ms, later)),
         kv_device_bytes=round(_median(turn.kv_device_bytes for turn in turns)),
         kv_peak_bytes=max(turn.kv_peak_bytes for turn in turns),
         recall=_mean(_scores(records)),
-        strict_recall=_mean(strict),
         nll=_mean(_nlls(records)),
         resident_sessions=resident,
-        retained_share=retained_share(main),
     )
 
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvtier.bench.policies import FP8, POLICIES, Policy, parse_policies
-from kvtier.bench.recorded.options import add_replay_flags, parse_replay
+from kvtier.bench.recorded import add_replay_flags, parse_replay
 from kvtier.bench.schema import Replay, Workload
-from kvtier.config import Settings, load_settings
+from kvtier.config import SETTINGS, Settings, load_settings
 from kvtier.errors import BudgetError, SizeError, UsageError
-from kvtier.retention.shares.base import CODED_PAGES
 from kvtier.sizes import parse_count, parse_size
 
 PROGRAM = "kvtier.bench"
@@ -32,6 +31,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "bfloat16", FP8)
 FORMATS = ("table", "json")
 SCRIPTS = ("auto", "recall", "text")
+# The settings of a server that are flags of the bench, too.
+SETTING_FLAGS = (
+    *("head_profile", "quality", "curve", "retention", "scorer", "scorer_file", "head_budgets"),
+    *("kept_dtype", "refresh", "refresh_by", "merge"),
+)
 
 _EPILOG = """\
 Ratios are printed so that bigger is better for kvtier: bytes, times and NLL are baseline / kvtier,
@@ -108,26 +112,14 @@ def make_parser() -> argparse.ArgumentParser:
     add("--workload", default="auto", help="recall: the demo model's language; text: English in "
         "the model's own tokens; auto: what its tokenizer speaks (%(default)s)")  # fmt: skip
     add_replay_flags(parser.add_argument_group("recorded traffic, instead of such sessions"))
-    add = parser.add_argument_group("serving").add_argument
+    beside = "A head profile, a curve and a token_worth.npz beside the model need no flag."
+    add = parser.add_argument_group("serving", beside).add_argument
     add("--policies", default="full,kvtier", help=f"from {', '.join(POLICIES)} (%(default)s)")
     add("--model-path", help="model directory (the demo model)")
-    add("--head-profile", help="head profile file (head_profile.json of the model; "
-        "without one, every head keeps its whole context)")  # fmt: skip
-    add("--quality", help="quality target: each context keeps what its curve allows, such as 0.95")
-    add("--curve", help="curve file for --quality (curve.json of the model, or the store's)")
-    add("--retention", help="share of each context that CA heads keep instead, such as 0.5")
-    add("--scorer", help="which tokens CA heads keep: distinct-keys, compactor, keydiff, …")
-    add("--scorer-file", help="what `kvtier calibrate tokens` fitted, for --scorer reconstruction")
-    add(
-        "--head-budgets", help="equal or adaptive, which lets all KV heads compete for what is kept"
-    )
-    add("--kept-dtype", help=f"{', '.join(CODED_PAGES)}: what heads that compete keep is coded to "
-        "(as it is)")  # fmt: skip
+    for setting in SETTINGS:
+        if setting.names[0] in SETTING_FLAGS:
+            add(setting.flags[0], metavar="VALUE", help=setting.field.description)
     add("--tier", metavar="ADDRESS", help="KV tier, or `local` to start one for the run")
-    add("--refresh", help="turn, off or every how many generated tokens: choose again what is "
-        "kept, from the tier")  # fmt: skip
-    add("--refresh-by", help="fetch or near-data: who chooses, the engine or the tier")
-    add("--merge", help="off or keepkv: what a refresh does with what is not kept")
     add("--chunk", help="prefill chunk tokens (a quarter of --len, 512 to 4096)")
     add("--budget-sessions", help="KV budget in full sessions (3 with --sessions), or in full "
         "requests of a trace's mean length (32)")  # fmt: skip
@@ -155,18 +147,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         workload=workload,
         script=_choice(args.workload, "--workload", SCRIPTS) or "auto",
         settings=load_settings(
-            head_profile=args.head_profile,
-            curve=args.curve,
-            tier=_tier(args.tier, policies),
-            refresh=args.refresh,
-            refresh_by=args.refresh_by,
-            scorer=args.scorer,
-            scorer_file=args.scorer_file,
-            head_budgets=args.head_budgets,
-            kept_dtype=args.kept_dtype,
-            merge=args.merge,
-            quality=args.quality,
-            retention=args.retention,
+            tier=_tier(args.tier, policies), **{name: getattr(args, name) for name in SETTING_FLAGS}
         ),
         chunk_tokens=_chunk(args.chunk, longest_input(workload)),
         budget=budget,

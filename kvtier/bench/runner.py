@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from kvtier.bench.options import LOCAL_TIER as LOCAL_TIER
-from kvtier.bench.progress.display import Progress
-from kvtier.bench.progress.prefill_log import ROUTINE, following
+from kvtier.bench.progress import Progress, following
 from kvtier.bench.replay.schema import ReplayResult
 from kvtier.bench.schema import EngineRun, Plan, Replay, RunFailure, RunResult
 from kvtier.config import ENV_PREFIX
@@ -27,62 +27,52 @@ WORKER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "kvtier.bench.worker")
 LOG_TAIL_LINES = 80
 TIER_VARIABLE = ENV_PREFIX + "TIER"
 STOP_GRACE_S = 5.0
+# These lines are what SGLang says of every batch, which is no reason of a failure.
+ROUTINE = re.compile(r"(Prefill|Decode) batch")
 
 
 def run_worker(plan: Plan, progress: Progress) -> EngineRun | RunFailure:
     """Run one plan to its end. The worker and all its children are gone when this returns."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as folder:
-        files = _Files(Path(folder))
-        files.plan.write_text(plan.model_dump_json())
-        files.config.touch()
-        environment = worker_environment(os.environ, plan, files)
-        with local_tier(environment, files.tier_log) as tier:
-            return _run_worker(plan, progress, files, environment | tier)
-
-
-def _run_worker(
-    plan: Plan, progress: Progress, files: _Files, environment: dict[str, str]
-) -> EngineRun | RunFailure:
-    read_end, write_end = os.pipe()
-    with files.log.open("wb") as log, os.fdopen(read_end) as events:
-        command = [*WORKER_COMMAND, str(files.plan), str(files.result), str(write_end)]
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as name:
+        asked, result, log = (Path(name, one) for one in ("plan.json", "result.json", "log"))
+        asked.write_text(plan.model_dump_json())
+        environment = worker_environment(os.environ, plan, Path(name))
+        read_end, write_end = os.pipe()
+        command = [*WORKER_COMMAND, str(asked), str(result), str(write_end)]
         with (
-            _process(command, environment, log.fileno(), write_end) as process,
-            following(files.log, lambda tokens: progress.prefilled(plan, tokens)),
+            os.fdopen(read_end) as events,
+            os.fdopen(write_end, "wb") as theirs,
+            local_tier(environment, Path(name, "tier.log")) as tier,
+            log.open("wb") as said,
+            running(
+                command, env=environment | tier, stdout=said, stderr=said, pass_fds=(write_end,)
+            ) as process,
+            following(log, lambda tokens: progress.prefilled(plan, tokens)),
         ):
+            theirs.close()
             for line in events:
                 progress.event(plan, json.loads(line))
             exit_code = process.wait()
-    if exit_code == 0 and files.result.is_file():
-        kind = ReplayResult if isinstance(plan.workload, Replay) else RunResult
-        return kind.model_validate_json(files.result.read_text())
-    return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(files.log))
+        if exit_code == 0 and result.is_file():
+            kind = ReplayResult if isinstance(plan.workload, Replay) else RunResult
+            return kind.model_validate_json(result.read_text())
+        return RunFailure(policy=plan.policy, exit_code=exit_code, log_tail=_tail(log))
 
 
-class _Files:
-    """The files of a run in its temporary folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.plan = folder / "plan.json"
-        self.result = folder / "result.json"
-        self.log = folder / "worker.log"
-        self.profile = folder / "head_profile.json"
-        self.config = folder / "kvtier.toml"
-        self.tier_log = folder / "tier.log"
-
-
-def worker_environment(parent: Mapping[str, str], plan: Plan, files: _Files) -> dict[str, str]:
+def worker_environment(parent: Mapping[str, str], plan: Plan, folder: Path) -> dict[str, str]:
     """The parent's environment with the plan's settings and no other KVTIER_* variable.
 
-    An empty configuration file keeps a kvtier.toml of the working directory out as well: the
-    parent has already applied it.
+    An empty configuration file in the folder keeps a kvtier.toml of the working directory out as
+    well: the parent has already applied it.
     """
+    config, profile = folder / "kvtier.toml", folder / "head_profile.json"
+    config.touch()
     environment = {k: v for k, v in parent.items() if not k.startswith(ENV_PREFIX)}
     environment |= plan.environment
-    environment[ENV_PREFIX + "CONFIG"] = str(files.config)
+    environment[ENV_PREFIX + "CONFIG"] = str(config)
     if plan.head_profile is not None:
-        plan.head_profile.save(files.profile)
-        environment[ENV_PREFIX + "HEAD_PROFILE"] = str(files.profile)
+        plan.head_profile.save(profile)
+        environment[ENV_PREFIX + "HEAD_PROFILE"] = str(profile)
     return environment
 
 
@@ -95,54 +85,24 @@ def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, 
     if environment.get(TIER_VARIABLE) != LOCAL_TIER:
         yield {}
         return
-    with tempfile.TemporaryDirectory(prefix="kvtier-tier-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvtier-tier-") as folder, log.open("wb") as stream:
         # A socket, because a port would be open to every user of the machine.
         address = f"unix:{folder}/tier.sock"
-        with _tier_process(address, environment, log):
-            yield {TIER_VARIABLE: address}
+        command = [sys.executable, "-m", "kvtier_tierd", "--listen", address]
+        if environment.get("KVTIER_REFRESH_BY") == "near-data":
+            command += ["--refresh-workers", "1"]
+        with running(command, stdout=subprocess.PIPE, stderr=stream) as process:
+            assert process.stdout is not None
+            with process.stdout as lines:
+                if not lines.readline():
+                    raise StartupError("the local tier did not start: " + " ".join(_tail(log)))
+                yield {TIER_VARIABLE: address}
 
 
 @contextmanager
-def _tier_process(address: str, environment: Mapping[str, str], log: Path) -> Iterator[None]:
-    """A tier service that listens at the address. Raises StartupError when it does not start."""
-    command = [sys.executable, "-m", "kvtier_tierd", "--listen", address]
-    if environment.get("KVTIER_REFRESH_BY") == "near-data":
-        command += ["--refresh-workers", "1"]
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=stream,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        assert process.stdout is not None
-        with process.stdout as lines:
-            said = lines.readline()
-            if not said:
-                raise StartupError("the local tier did not start: " + " ".join(_tail(log)))
-            yield
-    finally:
-        stop_group(process)
-
-
-@contextmanager
-def _process(
-    command: list[str], environment: dict[str, str], log: int, write_end: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    """The worker in its own process group, which is killed when the block is left."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=(write_end,),
-        start_new_session=True,
-    )
-    os.close(write_end)
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, all of which is stopped when the block is left."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
     try:
         yield process
     finally:

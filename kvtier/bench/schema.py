@@ -103,21 +103,6 @@ class Plan(Frozen):
     heads_compete: bool = Field(False, description="Whether budgets are adaptive.")
 
 
-class RetainedTurn(Frozen):
-    """The entries that the CA heads kept of one finished turn, and why.
-
-    retention: share of the prompt that CA heads kept; quality: what the curve predicts for it
-    nll:       of the prompt, nats per token, None where it was not asked for
-    """
-
-    prompt_tokens: int
-    kept_tokens: int
-    retention: float
-    reason: str
-    nll: float | None
-    quality: float | None
-
-
 class TierReading(Frozen):
     """The traffic to and from the tier since the engine started.
 
@@ -147,7 +132,6 @@ class TierReading(Frozen):
 class Occupancy(Frozen):
     """The state of the KV pool, as the engine reports it.
 
-    compacted_turns: turns so far whose CA heads were asked to keep a share; newest: the last one.
     evicted_tokens:  of cached context that made room for something else, so far
     tier:            None without one.
     """
@@ -155,8 +139,6 @@ class Occupancy(Frozen):
     kv_used_bytes: int
     kv_peak_bytes: int = Field(description="Highest kv_used_bytes since the previous reading.")
     kv_capacity_bytes: int
-    compacted_turns: int = 0
-    newest: RetainedTurn | None = None
     evicted_tokens: int = 0
     tier: TierReading | None = None
 
@@ -179,12 +161,9 @@ class RequestRecord(Frozen):
     output_ids: tuple[int, ...]
     ttft_ms: float
     latency_ms: float
-    itl_ms: tuple[float, ...]
     recall: float | None
-    strict: bool | None
     nll: float | None = None
     occupancy: Occupancy | None = None
-    retained: RetainedTurn | None = None
 
 
 class TurnResult(Frozen):
@@ -193,7 +172,6 @@ class TurnResult(Frozen):
     turn counts from 1. kv_device_bytes is the pool occupancy measured after the turn.
     resident_sessions: sessions whose history was still cached when this turn began (at least 90%
     of it); None for the first turn, which has no history.
-    retained_share: of this turn's prompts, what CA heads kept; None where nothing was decided.
     nll: see RunResult; None where no question of the turn was scored.
     """
 
@@ -210,31 +188,20 @@ class TurnResult(Frozen):
     nll: float | None = None
     nll_questions: int = 0
     resident_sessions: int | None = None
-    retained_share: float | None = None
 
 
 class Summary(Frozen):
     """Latencies over the follow-up turns (2 … n; the only turn where there is just one)."""
 
     median_ttft_ms: float
-    mean_ttft_ms: float
     p99_ttft_ms: float
     median_tpot_ms: float
-    mean_tpot_ms: float
-    p99_tpot_ms: float
-    median_itl_ms: float
-    p99_itl_ms: float
-    median_e2e_latency_ms: float
     kv_device_bytes: int = Field(description="Median over the turns of the measured occupancy.")
     kv_peak_bytes: int
     recall: float | None
-    strict_recall: float | None
     nll: float | None = None
     resident_sessions: int | None = Field(
         None, description="Sessions found resident after the last turn, most recent first."
-    )
-    retained_share: float | None = Field(
-        None, description="Of the prompts a share was decided for, what CA heads kept."
     )
 
 

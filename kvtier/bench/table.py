@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -45,14 +45,13 @@ def print_document(document: Document, console: Console) -> None:
     """One table per policy, then the ratios."""
     print_head(document, describe_workload(document.workload), console)
     for run in document.runs:
-        console.print(_run_table(run, document.workload.sessions))
+        console.print(columns(f"{run.policy}: {describe_policy(run)}", *turn_rows(run)))
         console.print(_summary_line(run))
-        for line in retention_lines(run) + tier_lines(run):
+        for line in tier_lines(run):
             console.print(line)
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if pairs:
-        heads = [f"{pair.policy} / {pair.baseline}" for pair in pairs]
-        console.print(columns("Ratios (bigger is better)", heads, ratio_rows(pairs)))
+        console.print(columns("Ratios (bigger is better)", *ratio_rows(pairs)))
     print_failures(document, console)
 
 
@@ -68,24 +67,6 @@ def print_failures(document: DocumentBase, console: Console) -> None:
     """Print which policies failed."""
     for failure in document.failures:
         console.print(f"[red]{failure.policy} failed[/red] (exit code {failure.exit_code})")
-
-
-def retention_lines(run: RunResult) -> list[str]:
-    """Return lines on what each context was allowed to keep, one per session and turn."""
-    lines = []
-    who = "a KV head keeps on average" if run.heads_compete else "CA heads keep"
-    for record in run.requests:
-        kept = record.retained
-        if kept is None:
-            continue
-        nll = "" if kept.nll is None else f", NLL {kept.nll:.2f} nats"
-        quality = "" if kept.quality is None else f", predicted quality {kept.quality:.3f}"
-        lines.append(
-            f"session {record.session + 1} turn {record.turn}: {who} "
-            f"{kept.kept_tokens:,} of {kept.prompt_tokens:,} tokens "
-            f"(r = {kept.retention:.3f}, by {kept.reason}{nll}{quality})"
-        )
-    return lines
 
 
 def tier_lines(run: EngineRun) -> list[str]:
@@ -146,54 +127,56 @@ def describe_policy(run: EngineRun) -> str:
     return policy.description + share
 
 
-def ratio_rows(pairs: Sequence[Ratios]) -> list[tuple[str, list[str]]]:
-    """Label and one cell per pair; every ratio is better when it is bigger."""
+def ratio_rows(pairs: Sequence[Ratios]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows: a label, and a cell per pair, better where it is bigger."""
     rows = []
     for field, label in _RATIO_LABELS.items():
         values = [getattr(pair, field) for pair in pairs]
         if any(value is not None for value in values):
             unit = "" if field == "recall" else "x"
-            cells = [NOTHING if value is None else f"{value:.2f}{unit}" for value in values]
-            rows.append((label, cells))
-    return rows
+            rows.append([
+                label, *(NOTHING if value is None else f"{value:.2f}{unit}" for value in values)
+            ])  # fmt: skip
+    return ["", *(f"{pair.policy} / {pair.baseline}" for pair in pairs)], rows
 
 
-def columns(title: str, heads: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
-    """A table with a column for each head, of labelled rows."""
+def columns(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table with these heads; cells stand right but below an empty one."""
     table = Table(title=title, title_justify="left")
-    for head in ("", *heads):
+    for head in heads:
         table.add_column(head, justify="right" if head else "left")
-    for label, cells in rows:
-        table.add_row(label, *cells)
+    for cells in rows:
+        table.add_row(*cells)
     return table
 
 
-def _run_table(run: RunResult, sessions: int) -> Table:
-    table = Table(title=f"{run.policy}: {describe_policy(run)}", title_justify="left")
-    columns = ["turn", "TTFT ms", "TPOT ms", "cached tokens", "KV on device", "KV peak"]
-    columns += ["recall", "NLL"]
-    if sessions > 1:
-        columns[2:2] = ["p99 TTFT ms"]
-        columns.append("still resident")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for turn in run.turns:
-        row = [
+def turn_rows(run: RunResult) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of a run's turns, and a row of cells for each. Of several sessions, how many
+    are still resident."""
+    sessions = len({request.session for request in run.requests})
+    heads = ["turn", "TTFT ms", "p99 TTFT ms", "TPOT ms", "cached tokens", "KV on device"]
+    heads += ["KV peak", "recall", "NLL", "still resident"]
+    rows = [
+        [
             str(turn.turn),
             f"{turn.ttft_ms:,.1f}",
+            f"{turn.p99_ttft_ms:,.1f}",
             f"{turn.tpot_ms:,.2f}",
             f"{turn.cached_tokens:,} / {turn.prompt_tokens:,}",
             format_bytes(turn.kv_device_bytes),
             format_bytes(turn.kv_peak_bytes),
             format_quality(turn.recall),
             format_quality(turn.nll),
+            NOTHING
+            if turn.resident_sessions is None
+            else f"{turn.resident_sessions} of {sessions}",
         ]
-        if sessions > 1:
-            row[2:2] = [f"{turn.p99_ttft_ms:,.1f}"]
-            seen = turn.resident_sessions
-            row.append(NOTHING if seen is None else f"{seen} of {sessions}")
-        table.add_row(*row)
-    return table
+        for turn in run.turns
+    ]
+    if sessions > 1:
+        return heads, rows
+    # One session is its own 99th percentile.
+    return [*heads[:2], *heads[3:-1]], [[*row[:2], *row[3:-1]] for row in rows]
 
 
 def _summary_line(run: RunResult) -> str:
@@ -202,7 +185,6 @@ def _summary_line(run: RunResult) -> str:
         f"median_ttft_ms {summary.median_ttft_ms:,.1f}",
         f"p99_ttft_ms {summary.p99_ttft_ms:,.1f}",
         f"median_tpot_ms {summary.median_tpot_ms:,.2f}",
-        f"p99_itl_ms {summary.p99_itl_ms:,.2f}",
     ]
     quality = f"all turns: recall {format_quality(summary.recall)} ({run.recall_means})"
     if summary.nll is not None:
@@ -225,22 +207,22 @@ def print_plan(model: Model, plans: Sequence[PolicyPlan], console: Console) -> N
         f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads x head_dim {shape.head_dim}, "
         f"{model.kv_dtype} KV on {model.device}, positions up to {format_size(model.max_positions)}"
     )
-    heads = [entry.policy.name for entry in plans]
+    heads = ["", *(entry.policy.name for entry in plans)]
     console.print(columns("KV memory, predicted", heads, _plan_rows(plans)))
     for entry in plans:
         if entry.profile_note:
             console.print(f"head profile of {entry.policy.name}: {entry.profile_note}")
 
 
-def _plan_rows(plans: Sequence[PolicyPlan]) -> list[tuple[str, list[str]]]:
-    full = max(entry.slot_bytes * entry.session.total_tokens for entry in plans)
+def _plan_rows(plans: Sequence[PolicyPlan]) -> list[list[str]]:
+    full = max(entry.prefill_bytes for entry in plans)
     return [
-        ("CA heads", [f"{entry.profile.ca_share:.1%}" for entry in plans]),
-        ("bytes of a slot", [f"{entry.slot_bytes:,}" for entry in plans]),
-        ("one resting session", [format_bytes(entry.session_bytes) for entry in plans]),
-        ("… smaller than full", [f"{full / entry.session_bytes:.2f}x" for entry in plans]),
-        ("one session in prefill", [format_bytes(entry.prefill_bytes) for entry in plans]),
-        ("KV budget", [format_bytes(entry.plan.pools.budget_bytes) for entry in plans]),
-        ("slots", [f"{entry.plan.pools.max_total_tokens:,}" for entry in plans]),
-        ("sessions in the budget", [f"{entry.plan.pools.sessions:.1f}" for entry in plans]),
+        ["CA heads", *(f"{entry.profile.ca_share:.1%}" for entry in plans)],
+        ["bytes of a slot", *(f"{entry.slot_bytes:,}" for entry in plans)],
+        ["one resting session", *(format_bytes(entry.session_bytes) for entry in plans)],
+        ["… smaller than full", *(f"{full / entry.session_bytes:.2f}x" for entry in plans)],
+        ["one session in prefill", *(format_bytes(entry.prefill_bytes) for entry in plans)],
+        ["KV budget", *(format_bytes(entry.plan.pools.budget_bytes) for entry in plans)],
+        ["slots", *(f"{entry.plan.pools.max_total_tokens:,}" for entry in plans)],
+        ["sessions in the budget", *(f"{entry.plan.pools.sessions:.1f}" for entry in plans)],
     ]

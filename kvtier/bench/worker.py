@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvtier.bench.engine import ReplayEngine, SglangEngine
+from kvtier.bench.engine import EngineFactory, SglangEngine
 from kvtier.bench.measure import Emit, run_plan
 from kvtier.bench.replay.measure import replay_plan
 from kvtier.bench.schema import EngineRun, Plan, Replay
@@ -39,7 +39,12 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def main(argv: Sequence[str], open_engine: Callable[[Plan], ReplayEngine] = SglangEngine) -> int:
+def open_sglang(plan: Plan) -> SglangEngine:
+    """Start the engine of a plan."""
+    return SglangEngine(plan.engine_args)
+
+
+def main(argv: Sequence[str], open_engine: EngineFactory = open_sglang) -> int:
     """Run the plan named by `argv`."""
     plan = Plan.model_validate_json(Path(argv[0]).read_text())
     emit = event_writer(int(argv[2]) if len(argv) > 2 else None)

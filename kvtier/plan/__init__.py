@@ -6,7 +6,6 @@ fleet.py       the fleet that is simulated: rates, caches, schedulers, routing
 hints.py       hints that agents could give of their sessions
 simulate.py    traffic through a fleet (core/ is the compiled loop)
 answers.py     hit rates, percentiles, residents, cost
-search.py      the fewest replicas that meet an SLO
-study.py       one question, from options to answers
+study.py       one question, from options to the fewest replicas that meet an SLO
 cli.py, table.py, page.py   the command and what people see
 """

@@ -80,6 +80,7 @@ def answers_of(
     inputs = outcome.traffic.input_tokens.astype(np.int64)[counted]
     outputs = outcome.traffic.output_tokens.astype(np.int64)[counted]
     ttft, tpot = outcome.ttft_s[counted], outcome.tpot_s[counted]
+    known_tpot = tpot[~np.isnan(tpot)]
     device, tier = outcome.hit_device[counted].sum(), outcome.hit_tier[counted].sum()
     total = max(1, int(inputs.sum()))
     good = (ttft <= slo.ttft_s) & ~(tpot > slo.tpot_s)
@@ -90,7 +91,7 @@ def answers_of(
     meets = (
         bool(counted.any())
         and _at(ttft, slo.percentile) <= slo.ttft_s
-        and _at(tpot, slo.percentile) <= slo.tpot_s
+        and _at(known_tpot, slo.percentile) <= slo.tpot_s
     )
     cost = None
     if gpu_hour_cost is not None:
@@ -107,8 +108,8 @@ def answers_of(
         hit_device=float(device / total),
         hit_tier=float(tier / total),
         recomputed=float(1 - (device + tier) / total),
-        ttft_s=_percentiles(ttft),
-        tpot_s=_percentiles(tpot),
+        ttft_s=Percentiles.of(ttft),
+        tpot_s=Percentiles.of(known_tpot),
         goodput_share=float(good.mean()) if len(good) else 0.0,
         meets_times=meets,
         resident_sessions=outcome.resident_sessions,
@@ -121,12 +122,7 @@ def answers_of(
 
 
 def _at(values: npt.NDArray[np.float64], percentile: float) -> float:
-    known = values[~np.isnan(values)]
-    return float(np.percentile(known, percentile)) if len(known) else 0.0
-
-
-def _percentiles(values: npt.NDArray[np.float64]) -> Percentiles:
-    return Percentiles(p50=_at(values, 50), p90=_at(values, 90), p99=_at(values, 99))
+    return float(np.percentile(values, percentile)) if len(values) else 0.0
 
 
 __all__ = ["Answers", "Slo", "answers_of"]

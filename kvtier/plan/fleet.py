@@ -116,11 +116,6 @@ class FleetPlan:
     schedule_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
-        if self.routing not in ROUTINGS:
-            raise UsageError("--routing", f"one of {', '.join(ROUTINGS)}", self.routing)
-        if self.schedule_policy not in SCHEDULE_POLICIES:
-            expected = f"one of {', '.join(SCHEDULE_POLICIES)}"
-            raise UsageError("--schedule-policy", expected, self.schedule_policy)
         for name in ("replicas", "gpus_per_replica", "chunk_tokens", "max_running"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')}", "at least 1", getattr(self, name))

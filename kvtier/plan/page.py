@@ -13,6 +13,8 @@ from kvtier.plan.study import PlanDocument, PolicyPlan
 from kvtier.plan.table import describe_replica, describe_slo, describe_traffic, plan_rows
 
 Value = Callable[[Answers], float]
+# A title and what is drawn.
+Chart = tuple[str, str]
 # Times beyond this many times the SLO would flatten everything else.
 SHOWN_TIMES = 5.0
 
@@ -40,7 +42,7 @@ def render_plan(document: PlanDocument) -> str:
         ),
         page.figures(_charts(document)),
         f"<h2>{describe_slo(document)}</h2>",
-        page.table(head, [[label, *cells] for label, cells in plan_rows(document)]),
+        page.table(head, plan_rows(document)),
         page.described("What was assumed", facts),
     ]
     return page.page(f"kvtier plan: {traffic}", "kvtier plan", body)
@@ -62,37 +64,24 @@ def _style(plan: PolicyPlan) -> int:
     return list(POLICIES).index(plan.policy)
 
 
-def _charts(document: PlanDocument) -> list[tuple[str, str]]:
+def _charts(document: PlanDocument) -> list[Chart]:
     slo = document.slo
     sizes = sorted({one.gpus for plan in document.policies for one in plan.tried})
     steps = Steps("GPUs", tuple(map(str, sizes)))
 
-    def chart(title: str, value: Value, label: Callable[[float], str], most: float) -> str:
+    def chart(title: str, value: Value, label: Callable[[float], str], most: float) -> Chart:
         lines = [_line(plan, sizes, value, most) for plan in document.policies]
-        return line_chart(title, lines, label, steps=steps)
+        return title, line_chart(title, lines, label, steps=steps)
 
     found = [
-        (
-            "TTFT p90",
-            chart("TTFT p90", lambda a: a.ttft_s.p90, _seconds, SHOWN_TIMES * slo.ttft_s),
-        ),
-        (
-            "TPOT p90",
-            chart("TPOT p90", lambda a: a.tpot_s.p90, _seconds, SHOWN_TIMES * slo.tpot_s),
-        ),
-        (
-            "Requests within both times",
-            chart("Requests within both times", lambda a: a.goodput_share, _share, 1),
-        ),
-        (
-            "Tokens not computed",
-            chart("Tokens not computed", lambda a: 1 - a.recomputed, _share, 1),
-        ),
+        chart("TTFT p90", lambda a: a.ttft_s.p90, _seconds, SHOWN_TIMES * slo.ttft_s),
+        chart("TPOT p90", lambda a: a.tpot_s.p90, _seconds, SHOWN_TIMES * slo.tpot_s),
+        chart("Requests within both times", lambda a: a.goodput_share, _share, 1),
+        chart("Tokens not computed", lambda a: 1 - a.recomputed, _share, 1),
     ]
     if document.lru:
-        found.append(
-            (f"Tokens hit by one LRU cache of {document.traffic['trace']}", _lru(document))
-        )
+        title = f"Tokens hit by one LRU cache of {document.traffic['trace']}"
+        found.append((title, _lru(document)))
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import UsageError
-from kvtier.plan.fleet import STREAMING, FleetPlan
+from kvtier.plan.fleet import ROUTINGS, STREAMING, FleetPlan
 from kvtier.plan.hints import Hints, owners
 from kvtier.pool_sizing import IN_FLIGHT_SHARE
 from kvtier.retention.shares.base import PAGE
@@ -18,7 +19,7 @@ from kvtier.traffic.prefixes import Traffic
 try:
     from numba.core.errors import NumbaTypeSafetyWarning
 
-    from kvtier.plan.core import loop, routing
+    from kvtier.plan.core import loop
     from kvtier.plan.core.state import (
         Asked,
         Fleet,
@@ -78,7 +79,8 @@ class Outcome:
 def simulate(traffic: Traffic, plan: FleetPlan, hints: Hints | None = None) -> Outcome:
     """Serve all of the traffic. Equal arguments give equal outcomes."""
     world, fleet, tables = run(traffic, plan, hints)
-    last = np.flatnonzero(_is_last(traffic)).astype(np.int32)
+    last = np.zeros(traffic.num_sessions, np.int32)
+    np.maximum.at(last, traffic.session, np.arange(traffic.num_requests, dtype=np.int32))
     found, replicas = world.requests, world.replicas
     return Outcome(
         traffic=traffic,
@@ -116,16 +118,9 @@ def run(
     return world, fleet, tables
 
 
-def _is_last(traffic: Traffic) -> npt.NDArray[np.bool_]:
-    """Return whether each request is the last of its session."""
-    last = np.zeros(traffic.num_sessions, np.int64)
-    np.maximum.at(last, traffic.session, np.arange(traffic.num_requests))
-    found: npt.NDArray[np.bool_] = last[traffic.session] == np.arange(traffic.num_requests)
-    return found
-
-
 def _numbers(plan: FleetPlan, hints: Hints | None) -> Fleet:
-    cache, rates = plan.cache, plan.rates
+    cache = plan.cache
+    rates: dict[str, Any] = {name: float(rate) for name, rate in asdict(plan.rates).items()}
     kept = cache.retention * cache.ca_share * PAGE / cache.page
     compresses = cache.compresses and kept < 1
     in_flight = int(IN_FLIGHT_SHARE * cache.slots) if compresses else cache.slots
@@ -134,31 +129,17 @@ def _numbers(plan: FleetPlan, hints: Hints | None) -> Fleet:
         slots=cache.slots,
         compresses=compresses,
         streams=STREAMING.index(cache.compress_prefill if compresses else "never"),
-        sink=cache.windows.sink,
-        recent=cache.windows.recent,
-        branch_recent=cache.windows.branch_recent,
-        recent_of=cache.windows.recent_of,
+        **asdict(cache.windows),
         retention=float(cache.retention),
         page=cache.page,
         ca_share=float(cache.ca_share),
         in_flight_slots=in_flight,
         chunk=plan.chunk_tokens,
         max_running=plan.max_running,
-        prefill_base_s=float(rates.prefill_base_s),
-        prefill_request_s=float(rates.prefill_request_s),
-        prefill_token_s=float(rates.prefill_token_s),
-        prefill_pair_s=float(rates.prefill_pair_s),
-        decode_base_s=float(rates.decode_base_s),
-        decode_request_s=float(rates.decode_request_s),
-        decode_token_s=float(rates.decode_token_s),
+        **rates,
         tier_tokens=cache.tier_tokens,
         tier_span=cache.tier_span_tokens,
-        tier_latency_s=float(rates.tier_latency_s),
-        tier_token_s=float(rates.tier_token_s),
-        tier_shared_token_s=float(rates.tier_shared_token_s),
-        tier_write_token_s=float(rates.tier_write_token_s),
-        tier_spill_token_s=float(rates.tier_spill_token_s),
-        routing=routing.POLICIES[plan.routing],
+        routing=ROUTINGS.index(plan.routing),
         routing_slack=plan.routing_slack,
         longest_first=plan.schedule_policy == "lpm",
         hinted=hints is not None,

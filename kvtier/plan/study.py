@@ -17,9 +17,8 @@ from kvtier.environment import Environment
 from kvtier.errors import UsageError
 from kvtier.plan.answers import Answers, Slo, answers_of
 from kvtier.plan.calibration import cache_of, calibrate, load_replay
-from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan, Windows
+from kvtier.plan.fleet import UNBOUNDED, Cache, FleetPlan
 from kvtier.plan.hardware import Assumptions, Replica, find_replica
-from kvtier.plan.search import fewest_replicas
 from kvtier.plan.simulate import simulate
 from kvtier.retention.shares.base import CODED_PAGES, PAGE
 from kvtier.traffic.described import Description, make_traffic
@@ -58,7 +57,6 @@ class Question:
     retention: float = 0.25
     kept_dtype: str | None = None
     compress_prefill: str = "auto"
-    windows: Windows = field(default_factory=Windows)
     tier_bytes: float = 1e12
     replicas: int | None = None
     max_replicas: int = 4096
@@ -202,7 +200,6 @@ def cache_on(replica: Replica, question: Question, policy: str) -> Cache:
         compress_prefill=question.compress_prefill,
         ca_share=question.ca_share,
         tier_tokens=tier_tokens if POLICIES[policy].has_tier else 0,
-        windows=question.windows,
     )
 
 
@@ -237,6 +234,38 @@ def _plan(question: Question, traffic: Traffic, base: FleetPlan, tell: Tell) -> 
         best=best,
         tried=tuple(tried),
     )
+
+
+def fewest_replicas(
+    answer: Callable[[int], Answers], at_most: int, begin: int = 1
+) -> tuple[Answers | None, list[Answers]]:
+    """Return the least fleet that meets its times, or None where `at_most` replicas do not, and all
+    tries by size. answer: simulates so many replicas; begin: a first guess.
+
+    A request that one replica cannot hold is refused by any number of them, so refusals are told
+    and not searched for. More replicas do not make a fleet slower, as far as routing spreads
+    requests, so the least number is found by doubling and halving. The tries together are the curve
+    over the fleet's size.
+    """
+    tried: dict[int, Answers] = {}
+
+    def meets(replicas: int) -> bool:
+        if replicas not in tried:
+            tried[replicas] = answer(replicas)
+        return tried[replicas].meets_times
+
+    low, high = 0, min(max(1, begin), at_most)
+    while not meets(high):
+        if high == at_most:
+            return None, [tried[size] for size in sorted(tried)]
+        low, high = high, min(2 * high, at_most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if meets(middle):
+            high = middle
+        else:
+            low = middle
+    return tried[high], [tried[size] for size in sorted(tried)]
 
 
 def least_replicas(traffic: Traffic, base: FleetPlan) -> int:
@@ -278,4 +307,4 @@ def _stated(question: Question) -> Mapping[str, Any]:
     }
 
 
-__all__ = ["PlanDocument", "PolicyPlan", "Question", "ask"]
+__all__ = ["PlanDocument", "PolicyPlan", "Question", "ask", "fewest_replicas"]

@@ -17,7 +17,7 @@ def print_plan(document: PlanDocument, console: Console) -> None:
     """Print the answer, a column for each policy."""
     console.print(f"[bold]{describe_traffic(document)}[/bold]")
     console.print(describe_replica(document))
-    heads = [plan.policy for plan in document.policies]
+    heads = ["", *(plan.policy for plan in document.policies)]
     console.print(columns(describe_slo(document), heads, plan_rows(document)))
 
 
@@ -49,7 +49,7 @@ def describe_slo(document: PlanDocument) -> str:
     return f"p{slo.percentile:g}: TTFT ≤ {slo.ttft_s * 1e3:,.0f} ms, TPOT ≤ {slo.tpot_s * 1e3:g} ms"
 
 
-def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
+def plan_rows(document: PlanDocument) -> list[list[str]]:
     """Return the table's rows: a label and one cell per policy."""
     rows: list[tuple[str, Cell]] = [
         ("meets the SLO", lambda plan: plan.shown.verdict),
@@ -68,7 +68,7 @@ def plan_rows(document: PlanDocument) -> list[tuple[str, list[str]]]:
         ("output tokens per second", lambda plan: f"{plan.shown.output_tokens_per_s:,.0f}"),
         ("cost per million tokens", _cost),
     ]
-    return [(label, [cell(plan) for plan in document.policies]) for label, cell in rows]
+    return [[label, *map(cell, document.policies)] for label, cell in rows]
 
 
 def _three(plan: PolicyPlan, name: str, factor: float, form: str) -> str:

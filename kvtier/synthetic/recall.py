@@ -17,9 +17,8 @@ The module needs numpy and nothing else: training, head calibration and the benc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -32,96 +31,39 @@ PROMPT_TOKENS = 17
 MAX_FACTS = 256
 
 
-@dataclass(frozen=True)
-class RecallLanguage:
-    """Vocabulary and filler statistics; equal seeds give equal languages.
+SEED, SUCCESSORS = 20_26, 4
 
-    Token ids are laid out in one run per class:
+
+class RecallLanguage:
+    """Vocabulary and filler statistics. Token ids are laid out in one run per class:
 
         | specials | "." | adjectives | nouns | codes | filler |   vocab_size = 384
+
+    vocab, ids:  the word of every id, and the id of every word
+    transitions: ids that may follow each filler word, equally likely: `[num_filler, successors]`
     """
 
-    seed: int = 20_26
-    successors: int = 4
-
-    @cached_property
-    def vocab(self) -> tuple[str, ...]:
-        """Word of every id."""
-        return (
-            *(*words.SPECIALS, words.FULL_STOP),
-            *(*words.ADJECTIVES, *words.NOUNS, *words.CODES),
-            *words.FILLER,
+    def __init__(self) -> None:
+        runs = (words.ADJECTIVES, words.NOUNS, words.CODES, words.FILLER)
+        specials = (*words.SPECIALS, words.FULL_STOP)
+        self.vocab = (*specials, *chain(*runs))
+        self.vocab_size = len(self.vocab)
+        self.ids = {word: index for index, word in enumerate(self.vocab)}
+        self.adjectives, self.nouns, self.codes, self.filler = (
+            range(self.ids[run[0]], self.ids[run[0]] + len(run)) for run in runs
         )
-
-    @cached_property
-    def ids(self) -> dict[str, int]:
-        """Id of every word."""
-        return {word: index for index, word in enumerate(self.vocab)}
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.vocab)
-
-    def _range(self, group: Sequence[str]) -> range:
-        first = self.ids[group[0]]
-        return range(first, first + len(group))
-
-    @cached_property
-    def adjectives(self) -> range:
-        return self._range(words.ADJECTIVES)
-
-    @cached_property
-    def nouns(self) -> range:
-        return self._range(words.NOUNS)
-
-    @cached_property
-    def codes(self) -> range:
-        return self._range(words.CODES)
-
-    @cached_property
-    def filler(self) -> range:
-        return self._range(words.FILLER)
-
-    @cached_property
-    def bos(self) -> int:
-        return self.ids["<bos>"]
-
-    @cached_property
-    def eot(self) -> int:
-        return self.ids["<eot>"]
-
-    @cached_property
-    def pad(self) -> int:
-        return self.ids["<pad>"]
-
-    @cached_property
-    def user(self) -> int:
-        return self.ids["<user>"]
-
-    @cached_property
-    def assistant(self) -> int:
-        return self.ids["<assistant>"]
-
-    @cached_property
-    def full_stop(self) -> int:
-        return self.ids[words.FULL_STOP]
-
-    @cached_property
-    def transitions(self) -> np.ndarray:
-        """Ids that may follow each filler word, equally likely: `[num_filler, successors]`."""
-        rng = np.random.default_rng(self.seed)
-        rows = [rng.permutation(len(self.filler))[: self.successors] for _ in self.filler]
-        return np.stack(rows) + self.filler.start
-
-    @cached_property
-    def _walk_table(self) -> list[int]:
-        return (self.transitions - self.filler.start).ravel().tolist()
+        self.pad, self.bos, self.eot, self.user, self.assistant, *_ = range(len(specials))
+        self.full_stop = self.ids[words.FULL_STOP]
+        rng = np.random.default_rng(SEED)
+        rows = [rng.permutation(len(self.filler))[:SUCCESSORS] for _ in self.filler]
+        self.transitions = np.stack(rows) + self.filler.start
+        self._walk_table: list[int] = np.stack(rows).ravel().tolist()
 
     def filler_walk(self, rng: np.random.Generator, num_tokens: int) -> np.ndarray:
         """A random walk over the filler words: int64 `[num_tokens]`."""
         if num_tokens <= 0:
             return np.zeros(0, dtype=np.int64)
-        table, width = self._walk_table, self.successors
+        table, width = self._walk_table, SUCCESSORS
         start = int(rng.integers(len(self.filler)))
         choices = rng.integers(width, size=num_tokens - 1).tolist()
         steps = accumulate(choices, lambda at, choice: table[at * width + choice], initial=start)
@@ -189,7 +131,6 @@ class Session:
     context_ids: np.ndarray
     facts: tuple[Fact, ...]
     turns: tuple[Turn, ...]
-    language: RecallLanguage = field(default=DEFAULT_LANGUAGE, repr=False)
 
     def answered_ids(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         """All turns with answers filled in, for teacher forcing.
@@ -204,32 +145,22 @@ class Session:
             answer = turn.expected(answers)
             invented = answer is None
             if answer is None:
-                codes = rng.integers(self.language.codes.start, self.language.codes.stop, NUM_CODES)
-                answer = (*turn.name, *(int(code) for code in codes))
+                codes = DEFAULT_LANGUAGE.codes
+                drawn = rng.integers(codes.start, codes.stop, NUM_CODES)
+                answer = (*turn.name, *(int(code) for code in drawn))
             answers.append(answer)
-            ids += [*turn.prompt_ids, *answer, self.language.eot]
+            ids += [*turn.prompt_ids, *answer, DEFAULT_LANGUAGE.eot]
             marks += [0] * len(turn.prompt_ids) + [1, 1] + [2 if invented else 1] * NUM_CODES + [1]
         return ids, marks
 
 
-@dataclass(frozen=True)
-class Score:
-    """`codes` is the share of code tokens right at their place; `strict` needs all right."""
-
-    codes: float
-    strict: bool
-
-
-def score_answer(expected: Sequence[int], got: Sequence[int]) -> Score:
-    """Compare a generated answer with the right one; both are `name codes…`, `<eot>` optional.
-
-    Place by place, so a shifted answer is wrong; extra tokens before the end of turn cost `strict`.
-    """
+def score_answer(expected: Sequence[int], got: Sequence[int]) -> float:
+    """Return the share of code tokens that are right at their place: a shifted answer is wrong.
+    expected, got: `name codes…`, `<eot>` optional."""
     expected, got = _before_eot(expected), _before_eot(got)
     wanted = expected[2:]
     hits = sum(want == have for want, have in zip(wanted, got[2:], strict=False))
-    share = hits / len(wanted) if wanted else float(expected == got)
-    return Score(codes=share, strict=expected == got)
+    return hits / len(wanted) if wanted else float(expected == got)
 
 
 def _before_eot(token_ids: Sequence[int]) -> list[int]:
@@ -248,7 +179,6 @@ def make_session(
     prompt_tokens: int = PROMPT_TOKENS,
     shared_words: bool = False,
     few_codes: bool = False,
-    language: RecallLanguage = DEFAULT_LANGUAGE,
 ) -> Session:
     """A random session; everything random comes from `rng`.
 
@@ -269,13 +199,12 @@ def make_session(
     if prompt_tokens < 4:
         raise ValueError(f"prompt_tokens must be at least 4, got {prompt_tokens}")
     invented = _invented_pairs(rng, num_turns, invented_share)
-    words_of = (language.adjectives, language.nouns)
-    names = _names(rng, num_facts + len(invented), *words_of, shared_words=shared_words)
+    names = _names(rng, num_facts + len(invented), shared_words=shared_words)
     nouns = [noun for _, noun in names[:num_facts]]
-    codes = _codes(rng, nouns, language.codes, NUM_CODES, few_codes=few_codes)
-    context, facts = _write_context(rng, context_tokens, names[:num_facts], codes, language)
-    turns = _ask(rng, num_turns, facts, names[num_facts:], invented, prompt_tokens, language)
-    return Session(context, facts, turns, language)
+    codes = _codes(rng, nouns, few_codes=few_codes)
+    context, facts = _write_context(rng, context_tokens, names[:num_facts], codes)
+    turns = _ask(rng, num_turns, facts, names[num_facts:], invented, prompt_tokens)
+    return Session(context, facts, turns)
 
 
 def _write_context(
@@ -283,9 +212,9 @@ def _write_context(
     context_tokens: int,
     names: Sequence[tuple[int, int]],
     codes: Sequence[tuple[int, ...]],
-    language: RecallLanguage,
 ) -> tuple[np.ndarray, tuple[Fact, ...]]:
     """Facts at uniformly random places of one filler walk, never inside each other."""
+    language = DEFAULT_LANGUAGE
     num_filler = context_tokens - 1 - FACT_TOKENS * len(names)
     places = np.sort(rng.integers(0, num_filler + 1, size=len(names)))
     walk = language.filler_walk(rng, num_filler)
@@ -307,7 +236,6 @@ def _ask(
     new_names: Sequence[tuple[int, int]],
     invented: Sequence[tuple[int, int]],
     prompt_tokens: int,
-    language: RecallLanguage,
 ) -> tuple[Turn, ...]:
     """Turns in order; a fact is asked again only when every fact has been asked."""
     first_of = {first: name for (first, _), name in zip(invented, new_names, strict=True)}
@@ -317,28 +245,24 @@ def _ask(
     for index in range(num_turns):
         if index in first_of or index in again_of:
             name = first_of[again_of.get(index, index)]
-            prompt = _prompt(rng, name, prompt_tokens, language)
+            prompt = _prompt(rng, name, prompt_tokens)
             turns.append(Turn(prompt, name, refers_to_turn=again_of.get(index)))
             continue
         order = order or rng.permutation(len(facts)).tolist()
-        turns.append(question_about(rng, facts[order.pop()], prompt_tokens, language))
+        turns.append(question_about(rng, facts[order.pop()], prompt_tokens))
     return tuple(turns)
 
 
 def question_about(
-    rng: np.random.Generator,
-    fact: Fact,
-    prompt_tokens: int = PROMPT_TOKENS,
-    language: RecallLanguage = DEFAULT_LANGUAGE,
+    rng: np.random.Generator, fact: Fact, prompt_tokens: int = PROMPT_TOKENS
 ) -> Turn:
     """A turn that asks for a fact of the context, filler in front of its name."""
-    prompt = _prompt(rng, fact.name, prompt_tokens, language)
+    prompt = _prompt(rng, fact.name, prompt_tokens)
     return Turn(prompt, fact.name, fact.answer_ids, fact_position=fact.position)
 
 
-def _prompt(
-    rng: np.random.Generator, name: tuple[int, int], prompt_tokens: int, language: RecallLanguage
-) -> tuple[int, ...]:
+def _prompt(rng: np.random.Generator, name: tuple[int, int], prompt_tokens: int) -> tuple[int, ...]:
+    language = DEFAULT_LANGUAGE
     filler = language.filler_walk(rng, prompt_tokens - 4).tolist()
     return (language.user, *filler, *name, language.assistant)
 
@@ -352,60 +276,43 @@ def _invented_pairs(
     return [(int(pair.min()), int(pair.max())) for pair in chosen]
 
 
-def _names(
-    rng: np.random.Generator, count: int, adjectives: range, nouns: range, *, shared_words: bool
-) -> list[tuple[int, int]]:
+def _names(rng: np.random.Generator, count: int, *, shared_words: bool) -> list[tuple[int, int]]:
     """`count` different (adjective, noun) pairs; with `shared_words` of few words each."""
+    adjectives, nouns = DEFAULT_LANGUAGE.adjectives, DEFAULT_LANGUAGE.nouns
     if not shared_words:
-        chosen = rng.permutation(len(adjectives) * len(nouns))[:count]
-        return [_pair(int(index), adjectives, nouns) for index in chosen]
+        chosen = rng.permutation(len(adjectives) * len(nouns))[:count].tolist()
+        return [(adjectives[i // len(nouns)], nouns[i % len(nouns)]) for i in chosen]
     side = min(int(np.ceil(np.sqrt(1.5 * count))), len(adjectives), len(nouns))
-    rows = rng.permutation(len(adjectives))[:side]
-    columns = rng.permutation(len(nouns))[:side]
-    cells = rng.permutation(side * side)[:count]
-    return [
-        (adjectives[int(rows[cell // side])], nouns[int(columns[cell % side])]) for cell in cells
-    ]
-
-
-def _pair(index: int, adjectives: range, nouns: range) -> tuple[int, int]:
-    row, column = divmod(index, len(nouns))
-    return adjectives[row], nouns[column]
+    rows = rng.permutation(len(adjectives))[:side].tolist()
+    columns = rng.permutation(len(nouns))[:side].tolist()
+    cells = rng.permutation(side * side)[:count].tolist()
+    return [(adjectives[rows[cell // side]], nouns[columns[cell % side]]) for cell in cells]
 
 
 def _codes(
-    rng: np.random.Generator,
-    nouns: Sequence[int],
-    vocabulary: range,
-    num_codes: int,
-    *,
-    few_codes: bool,
+    rng: np.random.Generator, nouns: Sequence[int], *, few_codes: bool
 ) -> list[tuple[int, ...]]:
-    """Return for each noun `num_codes` codes in which no pair of neighbouring words (the noun and
+    """Return for each noun NUM_CODES codes in which no pair of neighbouring words (the noun and
     its first code included) comes twice.
 
     A pair then tells where in which fact the reader is, so a model that matches two tokens can be
     right every time, and a wrong answer is the cache's fault.
     """
-    pool = list(vocabulary)
+    pool = list(DEFAULT_LANGUAGE.codes)
     if few_codes:
         # Three times as many pairs as are needed, so that the search below always ends soon.
-        size = max(12, int(np.ceil(np.sqrt(3 * num_codes * len(nouns)))))
+        size = max(12, int(np.ceil(np.sqrt(3 * NUM_CODES * len(nouns)))))
         pool = rng.permutation(pool)[:size].tolist()
     used: set[tuple[int, int]] = set()
-    return [_code_row(rng, noun, pool, num_codes, used) for noun in nouns]
+    return [_code_row(rng, noun, pool, used) for noun in nouns]
 
 
 def _code_row(
-    rng: np.random.Generator,
-    noun: int,
-    pool: Sequence[int],
-    num_codes: int,
-    used: set[tuple[int, int]],
+    rng: np.random.Generator, noun: int, pool: Sequence[int], used: set[tuple[int, int]]
 ) -> tuple[int, ...]:
     row: list[int] = []
     before = noun
-    while len(row) < num_codes:
+    while len(row) < NUM_CODES:
         code = pool[int(rng.integers(len(pool)))]
         if (before, code) not in used:
             used.add((before, code))

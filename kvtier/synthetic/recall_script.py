@@ -17,7 +17,7 @@ from kvtier.synthetic.recall import (
     question_about,
     score_answer,
 )
-from kvtier.synthetic.script import Judgement, Lengths, ScriptedSession
+from kvtier.synthetic.script import Lengths, ScriptedSession
 
 MAX_SESSION_FACTS = 64
 # Long enough to touch every code path, short enough to cost nothing.
@@ -65,9 +65,8 @@ class RecallScript:
             branches.append(tuple(asked_now))
         return ScriptedSession(tuple(session.context_ids.tolist()), session.turns, tuple(branches))
 
-    def judge(self, right: Sequence[int], given: Sequence[int]) -> Judgement:
-        score = score_answer(right, given)
-        return Judgement(score.codes, score.strict)
+    def judge(self, right: Sequence[int], given: Sequence[int]) -> float:
+        return score_answer(right, given)
 
 
 __all__ = ["RecallScript"]

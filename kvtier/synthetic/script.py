@@ -41,13 +41,6 @@ class ScriptedSession:
     branches: tuple[tuple[Turn, ...], ...]
 
 
-class Judgement(NamedTuple):
-    """recall: how much of the right answer was given, in [0, 1]; strict: nothing else was."""
-
-    recall: float
-    strict: bool
-
-
 class Lengths(NamedTuple):
     """Tokens of a turn at most. prompt: the question; answer: what may be generated, and what
     closes it."""
@@ -59,7 +52,7 @@ class Lengths(NamedTuple):
 class Script(Protocol):
     """A language that sessions are written in.
 
-    recall_means: what `Judgement.recall` is a share of, for people
+    recall_means: what recall is a share of, for people
     lengths:      how long turns may become
     max_answer:   tokens that may be generated as an answer
     stop_ids:     any of them ends an answer, and is its last token
@@ -87,9 +80,10 @@ class Script(Protocol):
         and branches. Raises SizeError as `check_context` does."""
         ...
 
-    def judge(self, right: Sequence[int], given: Sequence[int]) -> Judgement:
-        """Compare a generated answer, stop id or not, with the right one."""
+    def judge(self, right: Sequence[int], given: Sequence[int]) -> float:
+        """Return the recall: how much of the right answer a generated one has, stop id or not, in
+        [0, 1]."""
         ...
 
 
-__all__ = ["Judgement", "Lengths", "Script", "ScriptedSession", "Turn"]
+__all__ = ["Lengths", "Script", "ScriptedSession", "Turn"]

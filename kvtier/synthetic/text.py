@@ -19,7 +19,7 @@ import numpy as np
 
 from kvtier.errors import SizeError, UsageError
 from kvtier.synthetic.frame import frame_of
-from kvtier.synthetic.script import Judgement, Lengths, ScriptedSession
+from kvtier.synthetic.script import Lengths, ScriptedSession
 from kvtier.synthetic.standard_library import paragraphs, sentences_of
 from kvtier.synthetic.tokenizer import Tokenizer
 from kvtier.synthetic.words import ADJECTIVES, NOUNS
@@ -161,11 +161,10 @@ class TextScript:
         answer_ids = whole[len(prompt_ids) :] if continues else encode(fact.number)
         return TextTurn(tuple(prompt_ids), tuple(answer_ids), fact)
 
-    def judge(self, right: Sequence[int], given: Sequence[int]) -> Judgement:
+    def judge(self, right: Sequence[int], given: Sequence[int]) -> float:
         """1 when the first number of the answer is the right one, 0 otherwise."""
         wanted, said = (_first_number(self._tokenizer.decode(ids)) for ids in (right, given))
-        correct = wanted is not None and wanted == said
-        return Judgement(float(correct), correct)
+        return float(wanted is not None and wanted == said)
 
 
 def _check_numbers(tokenizer: Tokenizer) -> None:

@@ -12,7 +12,7 @@ seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -136,22 +136,15 @@ def copies(traffic: Traffic, count: int, spread_s: float, seed: int) -> Traffic:
         each = np.repeat(np.arange(count, dtype=np.int32), len(values))
         return np.where(many < 0, many, many + each * np.int32(step)).astype(np.int32)
 
-    whole = Traffic(
-        arrival_s=np.tile(traffic.arrival_s, count) + later[which],
-        think_s=np.tile(traffic.think_s, count),
-        next_request=shifted(traffic.next_request, requests),
-        session=shifted(traffic.session, traffic.num_sessions),
-        node=shifted(traffic.node, nodes),
-        input_tokens=np.tile(traffic.input_tokens, count),
-        output_tokens=np.tile(traffic.output_tokens, count),
-        out_node=shifted(traffic.out_node, nodes),
-        out_known=np.tile(traffic.out_known, count),
-        parent=shifted(traffic.parent, nodes),
-        start=np.tile(traffic.start, count),
-        stop=np.tile(traffic.stop, count),
-        depth=np.tile(traffic.depth, count),
-    )
-    return whole
+    steps = {
+        "next_request": requests, "session": traffic.num_sessions,
+        "node": nodes, "out_node": nodes, "parent": nodes,
+    }  # fmt: skip
+    many: dict[str, Any] = {
+        name: shifted(values, steps[name]) if name in steps else np.tile(values, count)
+        for name, values in traffic._asdict().items()
+    }
+    return Traffic(**many)._replace(arrival_s=many["arrival_s"] + later[which])
 
 
 def _int32(values: Sequence[int]) -> Int32:

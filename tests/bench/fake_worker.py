@@ -52,8 +52,7 @@ class FakeEngine:
             self.kept.pop(0)
         self.peak_tokens = max(self.peak_tokens, self._tokens())
         computed = len(prompt) - cached
-        steps = (2.0,) * (len(output) - 1)
-        return Answer(output, cached, float(computed), computed + sum(steps), steps)
+        return Answer(output, cached, float(computed), computed + 2.0 * (len(output) - 1))
 
     def replay(
         self, arrivals: Sequence[Arrival], tell: Callable[[int, Answer], None]
@@ -62,15 +61,9 @@ class FakeEngine:
         answers = []
         for index, arrival in enumerate(arrivals):
             short = self.generate(arrival.input_ids, 1, [DEFAULT_LANGUAGE.eot])
-            steps = (2.0,) * (arrival.output_tokens - 1)
-            answers.append(
-                replace(
-                    short,
-                    output_ids=(7,) * arrival.output_tokens,
-                    itl_ms=steps,
-                    latency_ms=short.ttft_ms + sum(steps),
-                )
-            )
+            latency_ms = short.ttft_ms + 2.0 * (arrival.output_tokens - 1)
+            said = (7,) * arrival.output_tokens
+            answers.append(replace(short, output_ids=said, latency_ms=latency_ms))
             tell(index, answers[-1])
         return answers
 

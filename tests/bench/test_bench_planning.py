@@ -13,7 +13,7 @@ from text_models import CHATML, write_tokenizer
 from kvtier.bench.__main__ import main
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import PolicyPlan, make_plans
-from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, _Files, worker_environment
+from kvtier.bench.runner import LOCAL_TIER, TIER_VARIABLE, worker_environment
 from kvtier.bench.workload import longest_prompt, open_script, plan_sessions, turn_tokens
 from kvtier.config import load_settings
 from kvtier.errors import HeadProfileError, SizeError, UsageError
@@ -119,8 +119,7 @@ def test_settings_reach_the_worker_and_nothing_else_does(
         "KVTIER_HEAD_PROFILE": "elsewhere",
     }
     full, kvtier = (
-        worker_environment(parent, plans[name].plan, _Files(tmp_path))
-        for name in ("full", "kvtier")
+        worker_environment(parent, plans[name].plan, tmp_path) for name in ("full", "kvtier")
     )
     assert kvtier["PATH"] == "/bin"
     assert kvtier["KVTIER_LOCALITY_SINK_TOKENS"] == "32"

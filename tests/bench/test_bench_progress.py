@@ -10,15 +10,13 @@ from waiting import wait_for
 
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.progress import display as module
-from kvtier.bench.progress.display import Progress
-from kvtier.bench.progress.prefill_log import following
+from kvtier.bench.progress import Progress, following
 
 CHUNK = "[2026-01-01 00:00:00] Prefill batch, #new-seq: 1, #new-token: 2048, #cached-token: 0, more"
 
 
 def test_chunks_are_told_as_the_log_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtier.bench.progress.prefill_log.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("kvtier.bench.progress.LOOK_EVERY_S", 0.01)
     log, told = tmp_path / "worker.log", []
     halves = CHUNK[:50], f"{CHUNK[50:]}\nDecode batch, #new-token: 9\n"
     log.write_text("loading\n")
@@ -41,7 +39,7 @@ def test_a_prefill_says_how_far_it_is_now_and_then_or_in_a_status(
 
     def shown(every_s: float) -> list[str]:
         """The lines of a turn's prefill, of three chunks; what is outside a turn is not shown."""
-        monkeypatch.setattr(module, "NOTE_EVERY_S", every_s)
+        monkeypatch.setattr("kvtier.bench.progress.NOTE_EVERY_S", every_s)
         screen.truncate(0)
         with Progress(quiet=False) as progress:
             progress._console = Console(file=screen, force_terminal=is_terminal, width=120)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.bench.replay.metrics import percentiles
-from kvtier.bench.replay.schema import ReplayRecord, ReplayResult, ReplaySummary
+from kvtier.bench.replay.schema import Percentiles, ReplayRecord, ReplayResult, ReplaySummary
 from kvtier.bench.schema import PoolSizes
 from kvtier.errors import UsageError
 from kvtier.plan.calibration import calibrate, groups_alone
@@ -50,7 +49,7 @@ def simulated_run(cache: Cache = FULL) -> ReplayResult:
         )
         for i in range(traffic.num_requests)
     )
-    nothing = percentiles([])
+    nothing = Percentiles.of([])
     summary = ReplaySummary(
         hit_rate=0, tier_hit_rate=0, ttft_ms=nothing, tpot_ms=nothing, goodput_share=0,
         goodput_per_s=0, output_tokens_per_s=0, kv_peak_bytes=0, evicted_tokens=0,

@@ -106,10 +106,9 @@ def test_a_fleet_that_serves_nothing_meets_nothing(capsys):
 
 def test_the_probe_is_a_trace_that_a_replay_can_read(tmp_path, capsys):
     file = tmp_path / "probe.jsonl"
-    times = ["--probe-gap", "2", "--probe-token-time", "0.001"]
-    assert main(["plan", "--write-probe", str(file), *times]) == 0
+    assert main(["plan", "--write-probe", str(file), "--probe-token-time", "0.001"]) == 0
     assert capsys.readouterr().out.startswith(f"{file}: ")
-    assert read_trace(file) == probe_trace(2.0, 0.001)
+    assert read_trace(file) == probe_trace(0.5, 0.001)
 
 
 def test_a_trace_gives_a_table_a_document_and_a_page(trace, tmp_path, capsys):

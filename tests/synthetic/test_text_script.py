@@ -85,12 +85,12 @@ def test_an_answer_is_right_when_its_first_number_is(language, asked):
     script, tokenizer = script_of(*language), tokenizer_of(*language)
     turn = hold(script, asked).turns[0]
     right = turn.expected(())
-    assert script.judge(right, [*right, *script.closing_ids]) == (1.0, True)
-    assert script.judge(right, [*right, *tokenizer.encode(". Then 7")]).recall == 1
-    assert script.judge(right, tokenizer.encode(f" {turn.fact.number[:-1]}")).recall == 0
-    assert script.judge(right, tokenizer.encode(f" 7 and {turn.fact.number}")).recall == 0
-    assert script.judge(right, tokenizer.encode(" unknown")).recall == 0
-    assert script.judge(right, script.closing_ids).recall == 0
+    assert script.judge(right, [*right, *script.closing_ids]) == 1
+    assert script.judge(right, [*right, *tokenizer.encode(". Then 7")]) == 1
+    assert script.judge(right, tokenizer.encode(f" {turn.fact.number[:-1]}")) == 0
+    assert script.judge(right, tokenizer.encode(f" 7 and {turn.fact.number}")) == 0
+    assert script.judge(right, tokenizer.encode(" unknown")) == 0
+    assert script.judge(right, script.closing_ids) == 0
 
 
 @pytest.mark.parametrize("language", [(kind, name) for kind in KINDS for name in TEMPLATES])
@@ -165,8 +165,8 @@ def test_recall_sessions_keep_their_length_and_judge_their_own_answers(seed: int
     assert len(session.context_ids) == tokens
     for turn in (turn for branch in session.branches for turn in branch):
         right = turn.expected([])
-        assert script.judge(right, [*right, *script.closing_ids]) == (1.0, True)
-        assert script.judge(right, right[:-1]).recall == pytest.approx(7 / 8)
+        assert script.judge(right, [*right, *script.closing_ids]) == 1
+        assert script.judge(right, right[:-1]) == pytest.approx(7 / 8)
         assert len(turn.prompt_ids) == script.lengths.prompt
 
 

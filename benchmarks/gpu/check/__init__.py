@@ -2,5 +2,5 @@
 
 equal, decode, choosing, peers, flashinfer_backend    measure, a part each
 processes                                                       the suite
-claims, report                                                  bars, and lines of text
+claims                                                          bars, and lines of text
 """

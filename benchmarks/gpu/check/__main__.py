@@ -33,7 +33,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,40 +41,18 @@ import torch
 from benchmarks.common.benchmark import Arguments, Benchmark, Measured, Options
 from benchmarks.gpu.bandwidth import read_bandwidth
 from benchmarks.gpu.check.choosing import measure_choosing
-from benchmarks.gpu.check.claims import make_bars
+from benchmarks.gpu.check.claims import lines, make_bars
 from benchmarks.gpu.check.decode import measure_decode, measure_planning
 from benchmarks.gpu.check.equal import check_equal
 from benchmarks.gpu.check.flashinfer_backend import measure_flashinfer
 from benchmarks.gpu.check.peers import measure_peers
 from benchmarks.gpu.check.processes import run_tests
-from benchmarks.gpu.check.report import lines
 from benchmarks.gpu.contexts import SHAPES
 from kvtier.environment import versions
 from kvtier.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The arguments of the command. flashinfer, peers: what is measured only then."""
-
-    seed: int
-    flashinfer: bool
-    peers: Path | None
-
-    def leaves_out(self, part: str) -> bool:
-        """Return whether a part wants a flag that was not given."""
-        wants = {"flashinfer": self.flashinfer, "peers": self.peers}
-        return part in wants and not wants[part]
-
-
-def measure_all_peers(asked: Asked) -> dict[str, Any]:
-    """Others' kernels, where a folder of them was given."""
-    assert asked.peers is not None
-    return measure_peers(SHAPES, asked.seed, asked.peers)
-
-
 # In the order in which they run.
-PARTS: Mapping[str, Callable[[Asked], Any]] = {
+PARTS: Mapping[str, Callable[[Options], Any]] = {
     "equal": lambda asked: check_equal(SHAPES, asked.seed),
     "read_bytes_per_s": lambda _: read_bandwidth(),
     "decode": lambda asked: [
@@ -83,7 +60,7 @@ PARTS: Mapping[str, Callable[[Asked], Any]] = {
     ],
     "planning": lambda _: measure_planning(),
     "choosing": lambda asked: measure_choosing(asked.seed),
-    "peers": measure_all_peers,
+    "peers": lambda asked: measure_peers(SHAPES, asked.seed, asked.peers),
     "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
     "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
 }
@@ -97,37 +74,38 @@ def declare(arguments: Arguments) -> None:
     arguments.check(has_what_its_parts_want)
 
 
+def leaves_out(options: Options, part: str) -> bool:
+    """Return whether a part wants a flag that was not given."""
+    return part in ("flashinfer", "peers") and not getattr(options, part)
+
+
 def has_what_its_parts_want(options: Options) -> None:
     """Raises UsageError where a part is asked for without its flag."""
     for name in options.parts or ():
-        if asked_of(options).leaves_out(name):
+        if leaves_out(options, name):
             raise UsageError("--parts", f"--{name} beside the part {name}", "no such flag")
-
-
-def asked_of(options: Options) -> Asked:
-    return Asked(options.seed, options.flashinfer, options.peers)
 
 
 def run(options: Options) -> Iterator[Measured]:
     """All parts or those asked for; what was measured so far comes after each of them."""
-    asked, began = asked_of(options), time.perf_counter()
-    torch.manual_seed(asked.seed)
+    began = time.perf_counter()
+    torch.manual_seed(options.seed)
     figures: dict[str, Any] = {"failures": {}}
     for name in PARTS:
-        if asked.leaves_out(name) or name not in (options.parts or PARTS):
+        if leaves_out(options, name) or name not in (options.parts or PARTS):
             continue
         print(f"{time.perf_counter() - began:6.1f} s  {name}", file=sys.stderr, flush=True)
-        run_part(name, asked, figures)
+        run_part(name, options, figures)
         yield Measured(figures, make_bars(figures))
     print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, {versions()}")
     for line in lines(figures):
         print(line)
 
 
-def run_part(name: str, asked: Asked, figures: dict[str, Any]) -> None:
+def run_part(name: str, options: Options, figures: dict[str, Any]) -> None:
     """One part into `figures`; where it fails, it is named in the `failures` there."""
     try:
-        figures[name] = PARTS[name](asked)
+        figures[name] = PARTS[name](options)
         # A kernel's error is raised here, not in the next part.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

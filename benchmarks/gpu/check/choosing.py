@@ -93,7 +93,6 @@ def measure_choosing(seed: int) -> dict[str, Any]:
         ("merge", lambda: merge(context, keepkv)),
     ):
         found[f"{name}_s"] = seconds(partial(in_every_layer, call), ROUNDS)
-        found[f"{name}_peak_bytes"] = peak_bytes(call)
         found[f"{name}_waits"] = waits(call)
     parts = make_parts(context).items()
     return found | {"parts_s": {name: seconds(call, ROUNDS) for name, call in parts}}
@@ -102,16 +101,6 @@ def measure_choosing(seed: int) -> dict[str, Any]:
 def in_every_layer(call: Callable[[], Any]) -> None:
     for _ in range(LAYERS):
         call()
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Memory that a call holds at most, beside what there was."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def waits(call: Callable[[], Any]) -> int:

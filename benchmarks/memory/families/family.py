@@ -14,12 +14,13 @@ for traces, the others are held out, whatever the template; and some templates n
     other templates  -                    new_wording
 
 A task says what contents there are and how they are worded; `make_family` does the splits. The
-words of some tasks are in text files beside their modules.
+words of tasks are in text files beside their modules.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -46,6 +47,13 @@ def read_parts(file: str) -> list[list[str]]:
     """The parts of a text file of this folder, which empty lines divide; of each its lines."""
     text = Path(__file__).with_name(file).read_text()
     return [[line.strip() for line in part.splitlines()] for part in text.strip().split("\n\n")]
+
+
+def read_head(text: str) -> tuple[str, tuple[str, ...], str]:
+    """Read the first line of a part: a name, words in brackets, and the rest."""
+    found = re.fullmatch(r"(\w+)\((.*)\) (.*)", text)
+    assert found, text
+    return found[1], words(found[2]), found[3]
 
 
 NAMES = words(
@@ -86,12 +94,6 @@ class Wordings:
 
     seen: tuple[str, ...]
     new: tuple[str, ...]
-
-    @classmethod
-    def of(cls, text: str, new: int) -> Wordings:
-        """The wordings of a text, one a line, of which the last `new` are for no trace."""
-        lines = tuple(line.strip() for line in text.strip().splitlines())
-        return cls(lines[:-new], lines[-new:])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ subject has which made-up name is dealt anew for each seed.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from benchmarks.memory.families.family import (
     Content,
     Task,
     Wordings,
+    read_head,
     read_parts,
     words,
 )
@@ -71,10 +71,8 @@ class Tool:
 def read_tool(head: str, *wordings: str) -> Tool:
     """Read a tool's part of the manual: what it is and is for, and how it is asked for. The last
     wording is for no trace."""
-    found = re.fullmatch(r"(\w+)\((.*)\) (.*)", head)
-    assert found, head
-    subject, arguments, purpose = found.groups()
-    return Tool(subject, purpose, words(arguments), Wordings(wordings[:-1], wordings[-1:]))
+    subject, arguments, purpose = read_head(head)
+    return Tool(subject, purpose, arguments, Wordings(wordings[:-1], wordings[-1:]))
 
 
 TOOLS = tuple(read_tool(*part) for part in read_parts("tools.txt"))

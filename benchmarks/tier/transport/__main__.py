@@ -38,41 +38,26 @@ from kvtier.errors import UsageError
 from kvtier.sizes import format_size, parse_size
 from kvtier.tier.client import TierClient
 
+# The measurement, and a try of a few seconds whose numbers mean nothing: sizes of blobs, how many
+# are in a call, rounds of all paths, seconds with a neighbour and without, memory for blobs that
+# come and go, and the seconds of these.
+FULL = {
+    "blobs": ["8m", "768k"], "count": 64, "rounds": 9, "neighbour_s": 5.0, "churn_memory": "2g",
+}  # fmt: skip
 QUICK = {
-    "blobs": ["768k"],
-    "count": 2,
-    "rounds": 1,
-    "neighbour_s": 0.3,
+    "blobs": ["768k"], "count": 2, "rounds": 1, "neighbour_s": 0.3, "churn_memory": "64m",
     "churn_s": 0.3,
-    "churn_memory": "64m",
-}
+}  # fmt: skip
 
 
 def declare(arguments: Arguments) -> None:
-    add = arguments.add
-    add("--blobs", nargs="+", default=["8m", "768k"], metavar="BYTES", help="(%(default)s)")
-    arguments.whole("--count", 64, "blobs in a call")
-    arguments.whole("--rounds", 9, "of all paths")
-    arguments.number("--neighbour-s", 5.0, "with it, and without")
-    add(
-        "--neighbour-rate",
-        default="8m",
-        metavar="BYTES",
-        help="a second, of its streams (%(default)s); it is measured without a rate, too",
-    )
     arguments.number("--churn-s", 60.0, "of blobs that come and go")
-    add("--churn-memory", default="2g", metavar="BYTES", help="the cap to keep (%(default)s)")
-    add(
-        "--quick",
-        action="store_true",
-        help="a few seconds in all; the numbers mean nothing, so no bar is judged",
-    )
+    arguments.add("--quick", action="store_true", help="a few seconds in all; no bar is judged")
 
 
 def run(options: Options) -> Measured:
     """Measure throughput, a neighbour and churn."""
-    if options.quick:
-        vars(options).update(QUICK)
+    vars(options).update(QUICK if options.quick else FULL)
     sizes = {text: parse_size(text, "--blobs") for text in options.blobs}
     rows: list[Row] = []
     outcome: dict[str, Any] = {"throughput": {}}
@@ -116,13 +101,7 @@ def measure_paths(data: Bytes, options: Options, rows: list[Row]) -> dict[str, A
 
 
 BENCHMARK = Benchmark(
-    "tier.transport",
-    __doc__,
-    declare,
-    run,
-    out=RESULTS / "tier-transport.json",
-    schema_version=2,
-    seeded="of bytes and arrivals",
+    "tier.transport", __doc__, declare, run, out=RESULTS / "tier-transport.json", schema_version=2
 )
 main = BENCHMARK.main
 

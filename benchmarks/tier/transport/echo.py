@@ -22,7 +22,6 @@ from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import cli
 from kvtier_tierd.options import TierOptions
 from kvtier_tierd.server import TierServer
-from kvtier_tierd.service.service import TierService
 
 ECHO = "kvtier.bench.Echo"
 
@@ -32,8 +31,11 @@ def size_key(num_bytes: int) -> bytes:
     return num_bytes.to_bytes(32, "big")
 
 
-class EchoService(TierService):
+class EchoService:
     """See the module docstring."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
 
     async def echo_get(self, request: pb.GetRequest, context: Any) -> None:
         chunk = bytes(self.chunk_bytes)
@@ -66,18 +68,7 @@ class EchoService(TierService):
 class EchoServer(TierServer):
     def __init__(self, options: TierOptions) -> None:
         super().__init__(options)
-        real = self.service
-        self.service = echo = EchoService(
-            real.store,
-            real.namespaces,
-            real.metrics,
-            real.refreshes,
-            chunk_bytes=real.chunk_bytes,
-            max_blob_bytes=real.max_blob_bytes,
-            budget=self.budget,
-            stall_s=real.stall_s,
-            traces=self.traces,
-        )
+        echo = EchoService(options.chunk_bytes)
         self._server.add_generic_rpc_handlers(echo.handlers())
 
 

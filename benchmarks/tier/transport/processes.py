@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ def serving(module: str, *arguments: str) -> Iterator[Running]:
     listen = ["--listen", address, "--insecure-local"]
     command = [sys.executable, "-m", module, *listen, *arguments]
     with tempfile.TemporaryDirectory() as name:
-        served = Served(module, command, Path(name), accepts(*address.split(":")))
+        served = Served(module, command, Path(name), partial(accepts, *address.split(":")))
         try:
             served.start()
             yield Running(address, served.pid)

@@ -22,6 +22,8 @@ from kvtier.sizes import format_size, parse_size
 from kvtier.tier.client import Blob, Landing, TierClient
 
 NAMESPACE, NEIGHBOUR = "bench", "neighbour"
+# A second, of the neighbour's streams.
+NEIGHBOUR_RATE = "8m"
 
 
 def room(data: Bytes) -> str:
@@ -59,10 +61,7 @@ def getting(data: Bytes, client: TierClient) -> Any:
 def measure_neighbour(data: Bytes, options: Options, rows: list[Row]) -> dict[str, Any]:
     """p99 of gets beside a neighbour at his limits: with a rate, and without one."""
     outcome = {}
-    for what, rate in (
-        (f"{options.neighbour_rate}B/s", f",{options.neighbour_rate}"),
-        ("no rate", ""),
-    ):
+    for what, rate in ((f"{NEIGHBOUR_RATE}B/s", f",{NEIGHBOUR_RATE}"), ("no rate", "")):
         bounds = f"{NEIGHBOUR}={QUOTA_BLOBS * data.blob_bytes}{rate}"
         outcome[what] = measure_beside(data, bounds, options)
         for path, found in outcome[what].items():

@@ -177,8 +177,7 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
         "random_seed": options.workload.seed,
         "grammar_backend": "none",
         "skip_server_warmup": True,
-        # At this level SGLang logs every chunk of a prefill that it computes
-        # (progress/prefill_log.py).
+        # At this level SGLang logs every chunk of a prefill that it computes (progress.py).
         "log_level": "info",
     }
     if model.device == "cpu":
@@ -196,21 +195,16 @@ def engine_args(options: Options, model: Model, policy: Policy, pools: PoolSizes
     return args
 
 
-def _settings(options: Options, policy: Policy) -> Settings:
-    """The settings under a policy. Beside one that is named for its tier, others have none."""
+def worker_environment(options: Options, model: Model, policy: Policy) -> dict[str, str]:
+    """The worker's KVTIER_* variables; the head profile is added where its file is written. Beside
+    a policy that is named for its tier, others have none."""
     settings = options.settings
     if not policy.compacts:
-        return settings.keeping_everything()
-    if not any(one.has_tier for one in options.policies):
-        return settings
-    if policy.has_tier:
-        return settings
-    return settings.model_copy(update={"tier": settings.tier.model_copy(update={"address": None})})
-
-
-def worker_environment(options: Options, model: Model, policy: Policy) -> dict[str, str]:
-    """The worker's KVTIER_* variables; the head profile is added where its file is written."""
-    settings = _settings(options, policy)
+        settings = settings.keeping_everything()
+    elif not policy.has_tier and any(one.has_tier for one in options.policies):
+        settings = settings.model_copy(
+            update={"tier": settings.tier.model_copy(update={"address": None})}
+        )
     settings = settings.model_copy(
         update={
             "head_profile": None,

@@ -1,8 +1,7 @@
 """The bench over recorded traffic: a trace's requests at their own times, under every policy.
-`kvtier.bench.recorded` has its flags and its prompts.
+`kvtier.bench.recorded` has its flags.
 
     schema.py     what a worker finds
-    measure.py    sending requests, and what is resident afterwards
-    metrics.py    percentiles, hit rates, goodput
+    measure.py    prompts, sending requests, what is resident afterwards, hit rates and goodput
     table.py, page.py   what people see
 """

@@ -5,31 +5,62 @@ tokens as it did."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
 
-from kvtier.bench.engine import Answer, Arrival, ReplayEngine
-from kvtier.bench.measure import Emit, settled, warm_up
+import numpy as np
+
+from kvtier.bench.engine import Answer, Arrival, Engine, EngineFactory
+from kvtier.bench.measure import Emit, settled, warm_engine
 from kvtier.bench.metrics import is_resident
-from kvtier.bench.recorded.options import open_trace
-from kvtier.bench.recorded.prompts import Prompts
-from kvtier.bench.replay.metrics import summarize
-from kvtier.bench.replay.schema import ReplayRecord, ReplayResult
-from kvtier.bench.schema import Plan, Replay
+from kvtier.bench.recorded import open_trace
+from kvtier.bench.replay.schema import Percentiles, ReplayRecord, ReplayResult, ReplaySummary
+from kvtier.bench.schema import Occupancy, Plan, Replay
 from kvtier.bench.workload import open_script
-from kvtier.traffic.continuations import sessions_of
+from kvtier.traffic.continuations import find_continuations, sessions_of
+from kvtier.traffic.trace import Trace
 
 # Conversations that are gone, one after the other in the order of use, before it is believed that
 # all older ones are gone as well.
 MISSES_IN_A_ROW = 8
 
-ReplayEngineFactory = Callable[[Plan], ReplayEngine]
+CACHED_BLOCKS = 4096
 
 
-def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> ReplayResult:
-    """Run one policy from start to end; the engine is closed whatever happens."""
+class Prompts:
+    """The prompts of a trace. words: token ids to draw from, in any order.
+
+    Every id of a block stands for tokens that are drawn from the seed and the id alone, so equal
+    ids are equal tokens, in any order and on any machine. The partly filled block at a prompt's end
+    is the beginning of the block of the request that continues it
+    (`kvtier.traffic.continuations`): as in a real conversation, the next turn repeats the whole
+    prompt. What it does not repeat is the answer, which the trace does not have.
+    """
+
+    def __init__(self, trace: Trace, words: Sequence[int], seed: int) -> None:
+        self.trace = trace
+        self.links = find_continuations(trace)
+        self._words = np.unique(np.asarray(words, np.int64))
+        self._seed = seed
+        self._block = lru_cache(CACHED_BLOCKS)(self._draw)
+
+    def ids(self, index: int) -> list[int]:
+        """Token ids of a request's prompt."""
+        request = self.trace.requests[index]
+        blocks = [self._block(one) for one in self.links.blocks(request)]
+        return [token for block in blocks for token in block][: request.input_tokens]
+
+    def _draw(self, block_id: int) -> list[int]:
+        rng = np.random.default_rng([self._seed, block_id])
+        drawn: list[int] = rng.choice(self._words, self.trace.block_tokens).tolist()
+        return drawn
+
+
+def replay_plan(plan: Plan, open_engine: EngineFactory, emit: Emit) -> ReplayResult:
+    """Run one policy from start to end."""
     replay = plan.workload
     assert isinstance(replay, Replay), "another kind of workload is another module's"
-    emit({"event": "loading"})
     script = open_script(replay.script, plan.engine_args["model_path"])
     trace = open_trace(replay)
     prompts = Prompts(trace, script.warm_up_ids, replay.seed)
@@ -42,22 +73,20 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
         )
         for index, (request, before) in enumerate(zip(trace.requests, trace.before(), strict=True))
     ]
-    began = time.perf_counter()
-    engine = open_engine(plan)
-    try:
-        warm_up(engine, script.warm_up_ids, script.stop_ids)
-        load_s = time.perf_counter() - began
-        emit({"event": "ready", "load_s": load_s})
+    done = count(1)
+
+    def tell(index: int, answer: Answer) -> None:
+        ttft_ms = answer.ttft_ms
+        emit({"event": "replayed", "done": next(done), "of": len(arrivals), "ttft_ms": ttft_ms})
+
+    with warm_engine(plan, open_engine, script, emit) as (engine, load_s):
         before = engine.occupancy()
-        told = _teller(emit, len(arrivals))
         began = time.perf_counter()
-        answers = engine.replay(arrivals, told)
+        answers = engine.replay(arrivals, tell)
         wall_s = time.perf_counter() - began
         after = settled(engine)
         talks = sessions_of(trace)
         resident = find_resident(engine, arrivals, answers, talks, script.stop_ids)
-    finally:
-        engine.close()
     records = tuple(
         _record(index, talks[index], one, answer)
         for index, (one, answer) in enumerate(zip(arrivals, answers, strict=True))
@@ -83,17 +112,6 @@ def replay_plan(plan: Plan, open_engine: ReplayEngineFactory, emit: Emit) -> Rep
     )
 
 
-def _teller(emit: Emit, total: int) -> Callable[[int, Answer], None]:
-    done = 0
-
-    def tell(index: int, answer: Answer) -> None:
-        nonlocal done
-        done += 1
-        emit({"event": "replayed", "done": done, "of": total, "ttft_ms": answer.ttft_ms})
-
-    return tell
-
-
 def _record(index: int, conversation: int, sent: Arrival, answer: Answer) -> ReplayRecord:
     return ReplayRecord(
         index=index,
@@ -109,7 +127,7 @@ def _record(index: int, conversation: int, sent: Arrival, answer: Answer) -> Rep
 
 
 def find_resident(
-    engine: ReplayEngine,
+    engine: Engine,
     arrivals: Sequence[Arrival],
     answers: Sequence[Answer],
     talks: Sequence[int],
@@ -138,4 +156,33 @@ def find_resident(
     return found
 
 
-__all__ = ["replay_plan"]
+def meets(record: ReplayRecord, replay: Replay) -> bool:
+    """Return whether a request was served as the SLO wants it."""
+    tpot = record.tpot_ms
+    return record.ttft_ms <= replay.slo_ttft_ms and (tpot is None or tpot <= replay.slo_tpot_ms)
+
+
+def summarize(
+    records: Sequence[ReplayRecord],
+    replay: Replay,
+    wall_s: float,
+    after: Occupancy,
+    resident: int,
+) -> ReplaySummary:
+    """Summarize all requests. after: the pool when the last one had been answered."""
+    prompts = sum(record.prompt_tokens for record in records)
+    restored = sum(record.restored_tokens for record in records)
+    good = sum(meets(record, replay) for record in records)
+    return ReplaySummary(
+        hit_rate=sum(record.cached_tokens for record in records) / prompts,
+        tier_hit_rate=restored / prompts,
+        ttft_ms=Percentiles.of([record.ttft_ms for record in records]),
+        tpot_ms=Percentiles.of([t for record in records if (t := record.tpot_ms) is not None]),
+        goodput_share=good / len(records),
+        goodput_per_s=good / wall_s,
+        output_tokens_per_s=sum(record.output_tokens for record in records) / wall_s,
+        kv_peak_bytes=after.kv_peak_bytes,
+        evicted_tokens=after.evicted_tokens,
+        restored_tokens=restored,
+        resident=resident,
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.bench.schema import DocumentBase, EngineRun, Frozen, Replay
 
 
@@ -34,6 +39,12 @@ class Percentiles(Frozen):
     p50: float
     p90: float
     p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float] | npt.NDArray[np.float64]) -> Percentiles:
+        """Return those of some values, and zero where there are none."""
+        p50, p90, p99 = np.percentile(values, [50, 90, 99]) if np.size(values) else (0.0, 0.0, 0.0)
+        return cls(p50=float(p50), p90=float(p90), p99=float(p99))
 
 
 class ReplaySummary(Frozen):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ def print_replay(document: ReplayDocument, console: Console) -> None:
     """All policies in one table, a column each."""
     print_head(document, describe_workload(document.workload), console)
     if document.runs:
-        heads = [run.policy for run in document.runs]
+        heads = ["", *(run.policy for run in document.runs)]
         console.print(columns("Replayed", heads, replay_rows(document)))
     for run in document.runs:
         console.print(f"{run.policy}: {describe_policy(run)}")
@@ -33,8 +34,8 @@ def print_replay(document: ReplayDocument, console: Console) -> None:
     print_failures(document, console)
 
 
-def replay_rows(document: ReplayDocument) -> list[tuple[str, list[str]]]:
-    """Label and one cell per policy."""
+def replay_rows(document: ReplayDocument) -> list[list[str]]:
+    """Rows of a label and one cell per policy."""
     replay = document.workload
     slo = f"TTFT ≤ {replay.slo_ttft_ms:g} ms, TPOT ≤ {replay.slo_tpot_ms:g} ms"
     rows: list[tuple[str, Cell]] = [
@@ -55,21 +56,16 @@ def replay_rows(document: ReplayDocument) -> list[tuple[str, list[str]]]:
         ("KV peak", lambda run: format_bytes(run.summary.kv_peak_bytes)),
         ("took", lambda run: f"{run.wall_s:,.0f} s"),
     ]
-    return [(label, [cell(run) for run in document.runs]) for label, cell in rows]
+    return [[label, *map(cell, document.runs)] for label, cell in rows]
 
 
-def _times(
-    name: str, value: Callable[[ReplayResult], object], form: str
-) -> Sequence[tuple[str, Cell]]:
+def _times(name: str, value: Callable[[ReplayResult], object], form: str) -> list[tuple[str, Cell]]:
     """A row for each percentile."""
 
-    def row(percentile: str) -> tuple[str, Cell]:
-        return (
-            f"{name} {percentile}, ms",
-            lambda run: format(getattr(value(run), percentile), form),
-        )
+    def cell(percentile: str, run: ReplayResult) -> str:
+        return format(getattr(value(run), percentile), form)
 
-    return [row(percentile) for percentile in ("p50", "p90", "p99")]
+    return [(f"{name} {one}, ms", partial(cell, one)) for one in ("p50", "p90", "p99")]
 
 
 __all__ = ["print_replay", "replay_rows"]

@@ -20,16 +20,12 @@ from kvtier.bench.schema import (
 from kvtier.bench.table import (
     describe_policy,
     describe_workload,
-    format_quality,
     ratio_rows,
-    retention_lines,
     tier_lines,
+    turn_rows,
 )
-from kvtier.sizes import format_bytes
 
 Value = Callable[[TurnResult], float | None]
-
-_HEAD = "turn|TTFT ms|p99 TTFT ms|TPOT ms|cached|prompt|KV bytes|KV peak|recall|NLL"
 
 
 def render_report(document: Document) -> str:
@@ -39,10 +35,10 @@ def render_report(document: Document) -> str:
         page.soft(workload, document.started_at),
         page.notes(document.notes),
         _tiles(document.ratios),
-        _legend(document.runs),
+        legend(document.runs),
         _charts(document.runs),
         _turn_tables(document.runs),
-        _retention(document.runs),
+        _tiers(document.runs),
         _comparisons(document),
         failures(document),
         environment(document),
@@ -76,7 +72,8 @@ def _times(
     return 1 / ratio, "x", f"{worse} {what}"
 
 
-def _legend(runs: Sequence[RunResult]) -> str:
+def legend(runs: Sequence[EngineRun]) -> str:
+    """The legend of the charts of these runs."""
     return page.legend([(style_of(run), run.policy, describe_policy(run)) for run in runs])
 
 
@@ -123,43 +120,22 @@ def milliseconds(value: float) -> str:
 def _turn_tables(runs: Sequence[RunResult]) -> str:
     parts = []
     for run in runs:
-        rows = [
-            [
-                f"{run.policy} {turn.turn}",
-                f"{turn.ttft_ms:,.1f}",
-                f"{turn.p99_ttft_ms:,.1f}",
-                f"{turn.tpot_ms:,.2f}",
-                f"{turn.cached_tokens:,}",
-                f"{turn.prompt_tokens:,}",
-                format_bytes(turn.kv_device_bytes),
-                format_bytes(turn.kv_peak_bytes),
-                format_quality(turn.recall),
-                format_quality(turn.nll),
-            ]
-            for turn in run.turns
-        ]
-        parts.append(page.table(_HEAD.split("|"), rows))
+        (_, *heads), rows = turn_rows(run)
+        parts.append(page.table([run.policy, *heads], rows))
     return "<h2>Turns</h2>" + "".join(parts)
 
 
-def _retention(runs: Sequence[RunResult]) -> str:
-    """Return the list of what each context was allowed to keep."""
-    items = [
-        f"<li>{run.policy}: {escape(line)}</li>"
-        for run in runs
-        for line in retention_lines(run) + tier_lines(run)
-    ]
-    return f"<h2>Kept by CA heads</h2><ul>{''.join(items)}</ul>" if items else ""
+def _tiers(runs: Sequence[RunResult]) -> str:
+    """Return the list of what the tier was used for."""
+    items = [f"<li>{run.policy}: {escape(line)}</li>" for run in runs for line in tier_lines(run)]
+    return f"<h2>Tier</h2><ul>{''.join(items)}</ul>" if items else ""
 
 
 def _comparisons(document: Document) -> str:
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if not pairs:
         return ""
-    head = ["bigger is better", *(f"{pair.policy} / {pair.baseline}" for pair in pairs)]
-    return "<h2>Ratios</h2>" + page.table(
-        head, [[label, *cells] for label, cells in ratio_rows(pairs)]
-    )
+    return "<h2>Ratios (bigger is better)</h2>" + page.table(*ratio_rows(pairs))
 
 
 def failures(document: DocumentBase) -> str:

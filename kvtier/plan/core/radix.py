@@ -158,7 +158,7 @@ def split(world: World, traffic: Asked, lower: int, at: int) -> int:
     attach(world, upper, parent, key_node)
     attach(world, lower, upper, behind)
     if units.locks[upper] == 0:
-        put_newest(world, upper)
+        put_newest(units, world.replicas, units.replica[upper], upper)
     return upper
 
 

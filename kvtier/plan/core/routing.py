@@ -17,14 +17,8 @@ from kvtier.plan.core import clocks
 from kvtier.plan.core.compiled import compiled
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 
+# These are places in kvtier.plan.fleet.ROUTINGS.
 AFFINITY, CACHE_AWARE, LEAST_LOADED, TWO_CHOICES, ROUND_ROBIN = range(5)
-POLICIES = {
-    "affinity": AFFINITY,
-    "cache-aware": CACHE_AWARE,
-    "least-loaded": LEAST_LOADED,
-    "two-choices": TWO_CHOICES,
-    "round-robin": ROUND_ROBIN,
-}
 
 
 @compiled
@@ -79,4 +73,4 @@ def drawn(number: int, stream: int, count: int) -> int:
     return int(np.int64(mixed % np.uint64(count)))
 
 
-__all__ = ["POLICIES", "choose", "note_home"]
+__all__ = ["choose", "note_home"]

@@ -43,7 +43,7 @@ class Fleet(NamedTuple):
 
     compresses: `retention` of a turn that has ended is kept
     streams:    a place in STREAMING: which prompts are compressed while they are prefilled
-    routing:    a place in routing.POLICIES
+    routing:    a place in ROUTINGS
     longest_first: the waiting request with the longest cached prefix is admitted first
     hinted:     there are hints of sessions
     in_flight_slots: slots that requests in flight may hold while another runs

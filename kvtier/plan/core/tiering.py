@@ -16,6 +16,7 @@ from kvtier.plan.core.measured import loading_pays, patience_s
 from kvtier.plan.core.radix import append, set_path
 from kvtier.plan.core.state import NONE, Asked, Fleet, World
 from kvtier.plan.core.turns import compress
+from kvtier.plan.core.units import put_newest, take_out
 
 
 @compiled
@@ -34,43 +35,16 @@ def spill(world: World, traffic: Asked, fleet: Fleet, request: int, now_s: float
             kept.since_s[node] = now_s + more * fleet.tier_spill_token_s
             kept.held[node] = tokens
             totals.held[0] += more
-        _touch(world, node)
+        if kept.newer[node] != NONE or totals.newest[0] == node:
+            take_out(kept, totals, 0, node)
+        put_newest(kept, totals, 0, node)
         node = traffic.nodes.parent[node]
     while totals.held[0] > fleet.tier_tokens:
         oldest = totals.oldest[0]
-        _take_out(world, oldest)
+        take_out(kept, totals, 0, oldest)
         totals.held[0] -= kept.held[oldest]
         totals.evicted[0] += kept.held[oldest]
         kept.held[oldest] = kept.turn_end[oldest] = 0
-
-
-@compiled
-def _touch(world: World, node: int) -> None:
-    kept, totals = world.kept, world.totals
-    if kept.newer[node] != NONE or totals.newest[0] == node:
-        _take_out(world, node)
-    first = totals.newest[0]
-    kept.newer[node], kept.older[node] = NONE, first
-    if first == NONE:
-        totals.oldest[0] = node
-    else:
-        kept.newer[first] = node
-    totals.newest[0] = node
-
-
-@compiled
-def _take_out(world: World, node: int) -> None:
-    kept, totals = world.kept, world.totals
-    newer, older = kept.newer[node], kept.older[node]
-    if newer == NONE:
-        totals.newest[0] = older
-    else:
-        kept.older[newer] = older
-    if older == NONE:
-        totals.oldest[0] = newer
-    else:
-        kept.newer[older] = newer
-    kept.newer[node] = kept.older[node] = NONE
 
 
 @compiled

@@ -8,36 +8,34 @@ always a leaf, as SGLang evicts.
 from __future__ import annotations
 
 from kvtier.plan.core.compiled import compiled
-from kvtier.plan.core.state import NONE, Fleet, World
+from kvtier.plan.core.state import NONE, Fleet, Records, World
 
 
 @compiled
-def take_out(world: World, unit: int) -> None:
-    """Take a unit out of the order of use."""
-    units, replicas, at = world.units, world.replicas, world.units.replica[unit]
-    newer, older = units.newer[unit], units.older[unit]
+def take_out(table: Records, ends: Records, at: int, one: int) -> None:
+    """Take a record of a table out of an order of use, whose ends are those of record `at`."""
+    newer, older = table.newer[one], table.older[one]
     if newer == NONE:
-        replicas.newest[at] = older
+        ends.newest[at] = older
     else:
-        units.older[newer] = older
+        table.older[newer] = older
     if older == NONE:
-        replicas.oldest[at] = newer
+        ends.oldest[at] = newer
     else:
-        units.newer[older] = newer
-    units.newer[unit] = units.older[unit] = NONE
+        table.newer[older] = newer
+    table.newer[one] = table.older[one] = NONE
 
 
 @compiled
-def put_newest(world: World, unit: int) -> None:
-    """Put a unit into the order of use, at its newer end."""
-    units, replicas, at = world.units, world.replicas, world.units.replica[unit]
-    first = replicas.newest[at]
-    units.newer[unit], units.older[unit] = NONE, first
+def put_newest(table: Records, ends: Records, at: int, one: int) -> None:
+    """Put a record into an order of use, at its newer end."""
+    first = ends.newest[at]
+    table.newer[one], table.older[one] = NONE, first
     if first == NONE:
-        replicas.oldest[at] = unit
+        ends.oldest[at] = one
     else:
-        units.newer[first] = unit
-    replicas.newest[at] = unit
+        table.newer[first] = one
+    ends.newest[at] = one
 
 
 @compiled
@@ -47,7 +45,7 @@ def lock_path(world: World, unit: int) -> None:
     root = units.replica[unit]
     while unit != root:
         if units.locks[unit] == 0:
-            take_out(world, unit)
+            take_out(units, replicas, root, unit)
             replicas.evictable[root] -= units.slots[unit]
         units.locks[unit] += 1
         unit = units.parent[unit]
@@ -61,7 +59,7 @@ def unlock_path(world: World, unit: int) -> None:
     while unit != root:
         units.locks[unit] -= 1
         if units.locks[unit] == 0:
-            put_newest(world, unit)
+            put_newest(units, replicas, root, unit)
             replicas.evictable[root] += units.slots[unit]
         unit = units.parent[unit]
 
@@ -147,7 +145,7 @@ def evict(world: World, fleet: Fleet, replica: int) -> None:
     """Evict the unit that was used least recently, or, with hints, the one that is wanted least."""
     units, replicas = world.units, world.replicas
     unit = _least_wanted(world, replica) if fleet.hinted else replicas.oldest[replica]
-    take_out(world, unit)
+    take_out(units, replicas, replica, unit)
     detach(world, unit)
     replicas.used[replica] -= units.slots[unit]
     replicas.evictable[replica] -= units.slots[unit]
@@ -182,7 +180,7 @@ def merge_upwards(world: World, unit: int) -> None:
         units.start[unit] = units.start[parent]
         units.slots[unit] += units.slots[parent]
         attach(world, unit, before, key_node)
-        take_out(world, parent)
+        take_out(units, world.replicas, root, parent)
         free_unit(world, parent)
         parent = before
 
@@ -208,6 +206,8 @@ __all__ = [
     "lock_path",
     "merge_upwards",
     "new_unit",
+    "put_newest",
     "reserve",
+    "take_out",
     "unlock_path",
 ]

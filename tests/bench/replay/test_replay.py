@@ -14,10 +14,14 @@ from kvtier.bench.__main__ import main
 from kvtier.bench.engine import Answer, Arrival, SglangEngine, StreamClock, _answer
 from kvtier.bench.options import parse_options
 from kvtier.bench.planning import make_plans
-from kvtier.bench.recorded.prompts import Prompts
-from kvtier.bench.replay.measure import MISSES_IN_A_ROW, find_resident, replay_plan
-from kvtier.bench.replay.metrics import meets, percentiles
-from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord
+from kvtier.bench.replay.measure import (
+    MISSES_IN_A_ROW,
+    Prompts,
+    find_resident,
+    meets,
+    replay_plan,
+)
+from kvtier.bench.replay.schema import Percentiles, ReplayDocument, ReplayRecord
 from kvtier.bench.schema import Replay
 from kvtier.errors import BudgetError, SizeError, TracesFileError, UsageError
 from kvtier.traffic.continuations import find_continuations, sessions_of
@@ -117,8 +121,8 @@ def test_goodput_wants_both_times(flags):
     assert not meets(record(latency_ms=601.0), replay)
     assert record(output_tokens=1).tpot_ms is None
     assert meets(record(output_tokens=1, latency_ms=100.0), replay)
-    assert percentiles([]).p99 == 0
-    assert percentiles([1.0, 2.0, 3.0]).p50 == 2
+    assert Percentiles.of([]).p99 == 0
+    assert Percentiles.of([1.0, 2.0, 3.0]).p50 == 2
 
 
 def test_a_run_over_an_engine_says_what_came_of_every_request(flags):
@@ -151,12 +155,12 @@ class Remembering:
     def generate(self, input_ids, max_new_tokens, stop_ids) -> Answer:
         (number,) = set(input_ids)
         self.asked.append(number)
-        return Answer((1,), 99 if number in self.held else 0, 1.0, 1.0, ())
+        return Answer((1,), 99 if number in self.held else 0, 1.0, 1.0)
 
 
 def test_conversations_are_asked_for_from_the_newest_back_until_many_in_a_row_are_gone():
     arrivals = [Arrival(float(i), (i,) * 100, 1) for i in range(30)]
-    answers = [Answer((1,), 0, 1.0, 1.0, (), sent_s=one.at_s) for one in arrivals]
+    answers = [Answer((1,), 0, 1.0, 1.0, sent_s=one.at_s) for one in arrivals]
     engine = Remembering(held={29, 27, 26, 3})
     assert find_resident(engine, arrivals, answers, list(range(30)), [2]) == [29, 27, 26]
     assert engine.asked == list(range(29, 26 - MISSES_IN_A_ROW - 1, -1))
@@ -170,15 +174,15 @@ def test_a_request_is_sent_when_the_answer_that_it_waits_for_is_there():
     async def replay() -> list[Answer]:
         second = asyncio.Event()
 
-        async def stream(arrival: Arrival, start: float) -> Answer:
-            (number,) = arrival.input_ids
+        async def stream(input_ids: tuple[int, ...], start: float, more: dict) -> Answer:
+            (number,) = input_ids
             seen.append(("sent", number))
             if number == 1:
                 await second.wait()
             seen.append(("answered", number))
             if number == 2:
                 second.set()
-            return Answer((1,), 0, 1.0, 50.0, ())
+            return Answer((1,), 0, 1.0, 50.0)
 
         engine._stream = stream
         arrivals = [Arrival(0.0, (1,), 1), Arrival(0.0, (2,), 1), Arrival(0.25, (3,), 1, after=0)]
@@ -188,6 +192,31 @@ def test_a_request_is_sent_when_the_answer_that_it_waits_for_is_there():
     assert seen[-4:] == [("answered", 2), ("answered", 1), ("sent", 3), ("answered", 3)]
     assert [one.sent_s for one in answers[:2]] == [0.0, 0.0]
     assert answers[2].sent_s > 0.25
+
+
+class Aborting:
+    """SGLang's engine, where there is no room."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    async def async_generate(self, **asked):
+        async def chunks():
+            reason = {"type": "abort", "message": "no room"}
+            yield {"meta_info": {"completion_tokens": 0, "finish_reason": reason}}
+
+        return chunks()
+
+
+def test_a_request_that_is_aborted_ends_the_replay():
+    """The time of such a request is none of an answer's."""
+    engine = SglangEngine.__new__(SglangEngine)
+    engine._engine = Aborting()
+    with pytest.raises(ExceptionGroup) as caught:
+        engine.replay([Arrival(0.0, (1,) * 100, 1)], lambda index, answer: None)
+    engine._engine.loop.close()
+    assert "a request of 100 tokens ended with" in str(caught.value.exceptions[0])
+    assert "no room" in str(caught.value.exceptions[0])
 
 
 @pytest.mark.usefixtures("faked")

@@ -18,7 +18,7 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def test_every_branch_leaves_the_prompt_before_it_where_it_says():
-    users, elided, sessions = branches.all_traffic(seed=0, scale=1.0)
+    users, elided, sessions = branches.all_traffic(seed=0)
     for before, after in pairwise(plain(prompt, ANSWERS) for prompt in elided.prompts):
         # Random tokens may agree for a while.
         assert 0 <= common(before, after) - (len(before) - 600) <= 2
@@ -30,7 +30,7 @@ def test_every_branch_leaves_the_prompt_before_it_where_it_says():
 
 
 def test_every_habit_edits_what_it_says_in_16_turns_of_some_16k_tokens():
-    habits = edits.all_traffic(seed=0, scale=1.0)
+    habits = edits.all_traffic(seed=0)
     for traffic in habits:
         assert len(traffic.prompts) == TURNS
         assert 14_000 < max(len(plain(prompt, ANSWERS)) for prompt in traffic.prompts) < 19_000
@@ -68,7 +68,7 @@ def test_bars_of_branches(ours, met):
         Cost(name="", computed=0, kv_bytes=sessions_kv),
     ]
     costs = list(zip(full, found, strict=True))
-    bars = branches.judged(costs, branches.all_traffic(seed=0, scale=0.1))
+    bars = branches.judged(costs, users=8)
     assert [bar.met for bar in bars] == met
 
 

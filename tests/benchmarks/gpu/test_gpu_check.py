@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common.benchmark import ROOT
+from benchmarks.common.benchmark import ROOT, Options
 from benchmarks.gpu.check import __main__ as gpu_check
 from benchmarks.gpu.check import processes
 from benchmarks.gpu.check.claims import make_bars
@@ -117,8 +117,8 @@ def test_what_failed_or_could_not_run_is_a_bar_that_is_not_met():
 def test_a_part_that_wants_a_switch_says_so_and_is_left_out_without_it(part, capsys):
     assert gpu_check.main(["--parts", "equal", part]) == 2
     assert f"--parts: expected --{part} beside the part {part}" in capsys.readouterr().err
-    assert gpu_check.Asked(0, flashinfer=False, peers=None).leaves_out(part)
-    assert not gpu_check.Asked(0, flashinfer=True, peers=Path("x")).leaves_out(part)
+    assert gpu_check.leaves_out(Options(flashinfer=False, peers=None), part)
+    assert not gpu_check.leaves_out(Options(flashinfer=True, peers=Path("x")), part)
 
 
 def test_tests_that_take_too_long_leave_what_they_said(monkeypatch):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.common.remote import WorkerError
 from benchmarks.gpu import serving, serving_plan
-from benchmarks.gpu.serving_worker import Load, Sessions, hold
+from benchmarks.gpu.serving_worker import Load, hold
+from kvtier.bench.engine import Answer, Arrival
 from kvtier.heads.profile import load_profile
 from kvtier.pool_sizing import slot_bytes
 
@@ -116,23 +117,17 @@ def test_a_policy_that_fails_leaves_its_log_and_misses_its_bar(
 class Listening:
     """An engine that remembers the lengths of prompts, and answers as much as it is asked for."""
 
-    def __init__(self, reason: dict[str, str] | None = None) -> None:
-        self.tokenizer_manager = self
-        self.prompts: list[int] = []
-        self.reason = reason or {"type": "length"}
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
 
-    async def flush_cache(self) -> None:
+    def flush(self) -> None:
         self.prompts.clear()
 
-    async def async_generate(self, input_ids, sampling_params, stream):
-        self.prompts.append(len(input_ids))
-
-        async def chunks():
-            answer = [5] * sampling_params["max_new_tokens"]
-            told = {"cached_tokens": len(input_ids) - 20, "finish_reason": self.reason}
-            yield {"output_ids": answer, "meta_info": told}
-
-        return chunks()
+    def replay(self, arrivals: list[Arrival], tell: Any) -> list[Answer]:
+        self.prompts.append([len(one.input_ids) for one in arrivals])
+        return [
+            Answer((5,) * one.output_tokens, len(one.input_ids) - 20, 1.0, 10.0) for one in arrivals
+        ]
 
 
 def load(sessions: int, turns: int) -> Load:
@@ -143,15 +138,8 @@ def load(sessions: int, turns: int) -> Load:
 
 
 def test_sessions_prefill_one_by_one_and_then_ask_together_on_top_of_what_was_said() -> None:
-    engine, asked = Listening(), load(sessions=2, turns=3)
-    found = asyncio.run(hold(Sessions(engine, asked), asked))
-    assert engine.prompts == [100, 100, 130, 130, 160, 160]
+    engine = Listening()
+    found = hold(engine, load(sessions=2, turns=3))
+    assert engine.prompts == [[100], [100], [130, 130], [160, 160]]
     assert found["cached_tokens"] == 110
-    assert found["ttft_s"] >= 0
-
-
-def test_a_request_that_is_aborted_ends_the_sessions() -> None:
-    """The time of such a request is none of an answer's."""
-    engine, asked = Listening({"type": "abort", "message": "no room"}), load(sessions=1, turns=2)
-    with pytest.raises(RuntimeError, match="100 tokens was aborted: no room"):
-        asyncio.run(hold(Sessions(engine, asked), asked))
+    assert (found["ttft_s"], found["tpot_s"]) == (0.001, 0.001)

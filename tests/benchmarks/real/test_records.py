@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.real.records import Records
-from benchmarks.real.statistics import kept_worth
+from benchmarks.real.tables import kept_worth
 from kvtier.errors import UsageError
 
 SETTINGS = {"model": "tiny", "seed": 0}

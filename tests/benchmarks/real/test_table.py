@@ -13,11 +13,12 @@ from text_models import write_llama
 from torch import Tensor
 
 from benchmarks.real import samples, table
-from benchmarks.real.courses import COURSES, Clock, Course, Edited, Kept
+from benchmarks.real.courses import COURSES, Case, Clock, Course, Edited
 from benchmarks.real.keeping import (
     ADAPTIVE_RULE,
     Context,
     Keeper,
+    Kept,
     NoRoomError,
     settings_at,
 )
@@ -52,9 +53,8 @@ class Prefilled(NamedTuple):
 
     def held(self, course: Any, share: float = 1.0) -> Kept:
         """Return what a course holds of the context."""
-        others = [5, 6, 7] * 150
-        ids = self.sample.context_ids
-        return course.held(self.context.model, ids, others, share, self.worth)
+        others, ids = [5, 6, 7] * 150, self.sample.context_ids
+        return course.held(Case(self.context.model, ids, others, share, self.worth))
 
     def exact_loss(self) -> float:
         """Return the loss with all tokens held."""
@@ -90,7 +90,7 @@ def test_no_setting_holds_more_than_its_share(made: Prefilled, share: float) -> 
             keeper = Keeper(made.context, order, setting, made.worth)
         except NoRoomError:
             continue
-        used = entries(keeper.layers(), shape.group_size) / every
+        used = entries(keeper.kept().layers, shape.group_size) / every
         assert used <= share, setting.name
         found += 1
     assert found >= 3
@@ -177,14 +177,16 @@ def test_one_turn_that_is_refreshed_answers_as_the_setting_of_that_name(made: Pr
     sink, recent = ADAPTIVE_RULE.sink_tokens, ADAPTIVE_RULE.recent(ctx.num_tokens)
     edges = sink + recent
     middle = FixedShare(share).choose(Turn(TOKENS, TOKENS - edges)).kept_tokens
-    kept = (edges + middle + 0.5) / TOKENS
-    (setting,) = (one for one in settings_at(kept) if one.name == "adaptive budgets + refresh")
+    share_kept = (edges + middle + 0.5) / TOKENS
+    (setting,) = (
+        one for one in settings_at(share_kept) if one.name == "adaptive budgets + refresh"
+    )
     middle_alone = copy.copy(ctx)
     middle_alone.worth = lambda fitted: worth_of_middle(ctx, fitted, sink, recent)
-    keeper = Keeper(middle_alone, [], setting, made.worth)
-    theirs = made.asker.quality(keeper.layers(), keeper.refresh)
+    kept = Keeper(middle_alone, [], setting, made.worth).kept()
+    theirs = made.asker.quality(kept.layers, kept.refresh)
     held, again, _ = made.held(Course("", refreshes=True), share)
-    assert entries(held, ctx.shape.group_size) == entries(keeper.layers(), ctx.shape.group_size)
+    assert entries(held, ctx.shape.group_size) == entries(kept.layers, ctx.shape.group_size)
     assert made.asker.quality(held, again).loss == pytest.approx(theirs.loss, rel=1e-5)
     assert made.asker.quality(held).loss != pytest.approx(theirs.loss, rel=1e-5)
 

@@ -78,6 +78,3 @@ def open_trace(replay: Replay) -> Trace:
     """The trace of a replay, scaled."""
     recorded = read_trace(Path(replay.trace), spread_s=replay.spread_s, seed=replay.seed)
     return recorded.first(replay.requests).scaled(replay.block_tokens, replay.speed)
-
-
-__all__ = ["add_replay_flags", "open_trace", "parse_replay"]

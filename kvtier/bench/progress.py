@@ -3,8 +3,13 @@ a long prefill is, every half minute or in a live status."""
 
 from __future__ import annotations
 
+import re
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +23,10 @@ from kvtier.sizes import format_size
 NOTE_EVERY_S = 30.0
 # Lines of a replay there.
 NOTES_OF_A_REPLAY = 10
+# SGLang logs every chunk of a prefill while it goes on; the worker's own events come when it is
+# over, and a first turn of 128k takes minutes on a CPU.
+PREFILL = re.compile(r"Prefill batch.*?#new-token: (\d+)")
+LOOK_EVERY_S = 0.5
 
 
 @dataclass
@@ -123,3 +132,28 @@ def _line(event: dict[str, Any], sessions: int) -> str:
         f"{who}turn {event['turn']}  ttft {event['ttft_ms']:9.1f} ms  "
         f"cached {event['cached_tokens']:>7}/{event['prompt_tokens']}{recall}"
     )
+
+
+@contextmanager
+def following(log: Path, tell: Callable[[int], None]) -> Iterator[None]:
+    """Have `tell` hear from a thread, within the block, how many new tokens each chunk has
+    computed."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_follow, args=(log, tell, stop), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _follow(log: Path, tell: Callable[[int], None], stop: threading.Event) -> None:
+    rest = ""
+    with log.open(errors="replace") as lines:
+        while not stop.wait(LOOK_EVERY_S):
+            *whole, rest = (rest + lines.read()).split("\n")
+            for line in whole:
+                found = PREFILL.search(line)
+                if found is not None:
+                    tell(int(found[1]))
