@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import subprocess
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from waiting import SAFETY_S, wait_for
 
@@ -26,21 +29,53 @@ def free_port() -> int:
             return port
 
 
+def listens(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((address, port)) == 0
+
+
+def ask(
+    url: str, body: object = None, headers: Mapping[str, str] = {}, method: str | None = None
+) -> tuple[int, str]:
+    """The status and the text of an answer. body: of the question, sent as JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(url, data, {"Content-Type": "application/json", **headers}, method=method)
+    try:
+        with urlopen(request, timeout=SAFETY_S) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def metric(port: int, name: str) -> float:
+    """The value of a metric without labels at a loopback port."""
+    lines = ask(f"http://127.0.0.1:{port}/metrics")[1].splitlines()
+    return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that goes on until it is stopped. log: of what it prints; options: Popen's."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, start_new_session=True, **options
+        )
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
 @contextmanager
 def serving(
     command: list[str], port: int, *, log: Path, cwd: Path | None = None, host: str = "127.0.0.1"
 ) -> Iterator[str]:
     """Run a server command until it is healthy on `port`; yields its URL."""
     url = f"http://{host}:{port}"
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            command, stdout=stream, stderr=stream, start_new_session=True, cwd=cwd
-        )
-    try:
+    with running(command, log, cwd=cwd) as server:
         wait_until_healthy(url, server, log)
         yield url
-    finally:
-        stop(server)
 
 
 def stop(server: subprocess.Popen[bytes]) -> None:
@@ -56,8 +91,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> 
     def healthy() -> bool:
         assert server.poll() is None, log.read_text()[-4000:]
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=SAFETY_S) as answer:
-                return answer.status == 200
+            return ask(f"{url}/health")[0] == 200
         except (OSError, HTTPException):
             return False
 

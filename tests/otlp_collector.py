@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.trace.v1 import (
-    trace_service_pb2,
-    trace_service_pb2_grpc,
-)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from waiting import wait_for
 
 

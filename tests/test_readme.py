@@ -11,10 +11,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
-from live_server import free_port, serving
+from live_server import ask, free_port, serving
 from text_models import write_llama
 from waiting import SAFETY_S, wait_for
 
@@ -104,8 +103,7 @@ def test_the_extras_exist(command):
 
 
 @pytest.mark.parametrize(
-    "command",
-    [*commands("kvtier env"), *commands("kvtier calibration"), *commands("python -m")],
+    "command", [*commands("kvtier env"), *commands("kvtier calibration"), *commands("python -m")]
 )
 def test_quick_commands_run_as_written(command, tmp_path, monkeypatch):
     monkeypatch.setenv("KVTIER_DATA_DIR", str(tmp_path))
@@ -205,10 +203,7 @@ def test_serving_with_a_tier_works_as_written(tmp_path, monkeypatch):
     runtime = tempfile.mkdtemp(prefix="kvt")
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     with subprocess.Popen(
-        in_this_environment(tier),
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
+        in_this_environment(tier), stdout=subprocess.PIPE, text=True, cwd=tmp_path
     ) as service:
         try:
             assert service.stdout is not None
@@ -231,14 +226,14 @@ def ask_once(command: str, folder: Path, text: str) -> dict:
     arguments = in_this_environment(command.replace("30000", str(port)))
     arguments += ["--max-total-tokens", "100000"]
     with serving(arguments, port, log=folder / "server.log", cwd=folder) as url:
-        body = json.dumps({"text": text, "sampling_params": {"max_new_tokens": 2}})
-        request = Request(f"{url}/generate", body.encode(), {"Content-Type": "application/json"})
-        with urlopen(request, timeout=SAFETY_S) as reply:
-            assert json.load(reply)["meta_info"]["completion_tokens"] == 2
+        status, answer = ask(
+            f"{url}/generate", {"text": text, "sampling_params": {"max_new_tokens": 2}}
+        )
+        assert status == 200, answer
+        assert json.loads(answer)["meta_info"]["completion_tokens"] == 2
 
         def stored() -> dict | None:
-            with urlopen(f"{url}/server_info", timeout=SAFETY_S) as reply:
-                state = json.load(reply)["internal_states"][0]["kvtier"]
+            state = json.loads(ask(f"{url}/server_info")[1])["internal_states"][0]["kvtier"]
             return None if state.get("tier", {}).get("pending") else state
 
         return wait_for(stored)

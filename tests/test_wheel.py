@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from live_server import free_port, stop, wait_until_healthy
+from live_server import ask, free_port, metric, running, wait_until_healthy
 from waiting import SAFETY_S, wait_for
 
 from kvtier.calibration.documents import load_curve
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kvtier", "kvtier_kernels", "kvtier_sglang", "kvtier_tierd")
-# For what hangs: nothing here depends on how long something takes.
 
 
 class Installed:
@@ -82,19 +80,9 @@ class Installed:
     def running(self, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
         """A command that goes on, and its log."""
         log = self.empty.with_name(f"{words[1]}.log")
-        with log.open("wb") as stream:
-            process = subprocess.Popen(
-                self._found(words),
-                env=self.environment,
-                cwd=self.empty,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-            )
-        try:
+        found = self._found(words)
+        with running(found, log, env=self.environment, cwd=self.empty) as process:
             yield process, log
-        finally:
-            stop(process)
 
     def _found(self, words: tuple[str, ...]) -> list[str]:
         return [str(self.prefix / "bin" / words[0]), *words[1:]]
@@ -183,18 +171,6 @@ def test_a_server_answers_and_its_tier_has_the_turn(installed, model):
             wait_until_healthy(f"http://127.0.0.1:{port}", server, log)
             sampling = {"max_new_tokens": 4, "temperature": 0}
             body = {"input_ids": [6 + i % 300 for i in range(600)], "sampling_params": sampling}
-            request = urllib.request.Request(
-                f"http://127.0.0.1:{port}/generate",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-                assert len(json.load(answer)["output_ids"]) == 4
-            wait_for(lambda: blobs(metrics) > 0, "nothing reached the tier")
-
-
-def blobs(port: int) -> float:
-    """Return how many blobs the tier has."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SAFETY_S) as got:
-        lines = got.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith("kvtier_tier_blobs ")).split()[1])
+            _, text = ask(f"http://127.0.0.1:{port}/generate", body)
+            assert len(json.loads(text)["output_ids"]) == 4
+            wait_for(lambda: metric(metrics, "kvtier_tier_blobs") > 0, "nothing reached the tier")

@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.real.keeping import ADAPTIVE_RULE, Kept
 from kvtier.heads.model.config import shape_of
 from kvtier.heads.probes.held import Held, newest_queries, stacked
-from kvtier.heads.reference.attention import Block
-from kvtier.heads.reference.compaction import AdaptiveSession, joined
+from kvtier.heads.reference.attention import Block, joined
+from kvtier.heads.reference.compaction import AdaptiveSession
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 from kvtier.retention.locality import (
     CUT_WINDOW,

@@ -40,6 +40,3 @@ def findings(manifests: Manifests, checks: Iterable[str] = CHECKS) -> list[str]:
         module = importlib.import_module(f"deploy.checks.{name}")
         found += [f"{name}: {one}" for one in module.check(manifests)]
     return found
-
-
-__all__ = ["CHECKS", "Manifests", "findings"]

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.checks import CHECKS, Manifests, findings
+from deploy.checks import CHECKS, findings
+from deploy.checks.manifests import Manifests
 from deploy.checks.rendering import render
 from kvtier.errors import UsageError
 

@@ -101,6 +101,3 @@ def _authorities(manifests: Manifests) -> Iterator[str]:
         secret = one["spec"].get("ca", {}).get("secretName")
         if secret is not None and not _made(manifests).get(secret, {}).get("isCA"):
             yield f"Issuer/{one['metadata']['name']}: no authority in the Secret {secret}"
-
-
-__all__ = ["check"]

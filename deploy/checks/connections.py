@@ -126,6 +126,3 @@ def _scraping(manifests: Manifests, monitor: Document) -> Iterator[Connection]:
             if endpoint["port"] in workload.ports:
                 port = workload.ports[endpoint["port"]]
                 yield Connection(PROMETHEUS, Peer.of(workload), port)
-
-
-__all__ = ["STRANGER", "Connection", "Peer", "declared"]

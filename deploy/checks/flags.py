@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 from deploy.checks.manifests import Container, Manifests, Workload, is_below
 from kvtier.errors import KvtierError
@@ -37,28 +38,19 @@ def _asked(words: Sequence[str], settings: dict[str, str]) -> list[str]:
     if parse is None:
         return [f"no parser of {' '.join(words[:2]) or 'nothing'} is known"]
     said = io.StringIO()
+    # The container's variables, and no KVTIER_* of whoever checks.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("KVTIER_")}
     try:
-        with _environment(settings), contextlib.redirect_stderr(said):
+        with (
+            mock.patch.dict(os.environ, ours | settings, clear=True),
+            contextlib.redirect_stderr(said),
+        ):
             parse(list(words[2:]))
     except SystemExit:
         return [said.getvalue().strip().splitlines()[-1]]
     except (KvtierError, ValueError) as error:
         return [str(error)]
     return []
-
-
-@contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """The container's variables, and no KVTIER_* of whoever checks."""
-    before = dict(os.environ)
-    for name in [name for name in before if name.startswith("KVTIER_")]:
-        del os.environ[name]
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -128,5 +120,3 @@ PARSERS: dict[tuple[str, ...], Callable[[list[str]], None]] = {
     ("kvtier", "calibrate"): _calibrate,
     ("smg", "launch"): _launch,
 }
-
-__all__ = ["check"]

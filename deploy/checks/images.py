@@ -29,6 +29,3 @@ def check(manifests: Manifests) -> list[str]:
             if any(placeholder in value for placeholder in PLACEHOLDERS) or not value:
                 findings.append(f"ConfigMap/{one['metadata']['name']}: {key} is not set")
     return findings
-
-
-__all__ = ["check"]

@@ -111,6 +111,3 @@ def _shared(workload: Workload, container: Container, store: int) -> Iterator[st
 def _quantity(text: str) -> int:
     """Bytes of a quantity such as 52Gi. Raises UsageError."""
     return parse_size(text.removesuffix("i"), "a memory quantity")
-
-
-__all__ = ["check"]

@@ -200,6 +200,3 @@ def unresolved(words: Sequence[str]) -> list[str]:
 
 def is_below(path: str, folder: str) -> bool:
     return PurePosixPath(path).is_relative_to(folder)
-
-
-__all__ = ["Container", "Document", "Manifests", "Workload", "is_below", "matches", "title"]

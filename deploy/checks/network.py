@@ -108,6 +108,3 @@ def _open(manifests: Manifests) -> list[str]:
         for direction in ("Ingress", "Egress")
         if not _policies(manifests, one, direction)
     ]
-
-
-__all__ = ["check"]

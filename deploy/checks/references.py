@@ -136,6 +136,3 @@ def _container(manifests: Manifests, workload: Workload, container: Container) -
             found = manifests.find("ConfigMap", wanted["name"]) or {"data": {}}
             if wanted["key"] not in found["data"]:
                 yield f"{variable['name']}: no key {wanted['key']} in ConfigMap {wanted['name']}"
-
-
-__all__ = ["check"]

@@ -47,6 +47,3 @@ def copy_tree(target: Path, values: Mapping[str, str] | None = EXAMPLES) -> Path
         lines = [f"{name}={value}\n" for name, value in values.items()]
         (folder / VALUES).write_text("".join(lines))
     return folder
-
-
-__all__ = ["DEPLOY", "EXAMPLES", "copy_tree", "kubectl", "render"]

@@ -70,6 +70,3 @@ def _lost(given: Any, back: Any, path: str = "") -> list[str]:
         pairs = zip(given, back, strict=True)
         return [one for i, (a, b) in enumerate(pairs) for one in _lost(a, b, f"{path}.{i}")]
     return []
-
-
-__all__ = ["check"]

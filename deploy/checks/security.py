@@ -84,6 +84,3 @@ def _tokens(manifests: Manifests) -> list[str]:
             what = "has a token and no role" if has else "has a role and no token"
             findings.append(f"{one.title}: {what}")
     return findings
-
-
-__all__ = ["check"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvtier.errors import TierProtocolError, TierRefusedError
@@ -91,12 +90,7 @@ class TierClient:
     def __enter__(self) -> TierClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -158,7 +152,12 @@ class TierClient:
 
     def put(self, blob: Blob, *, replace: bool = False) -> bool:
         """Store one blob; False where it is held already. `replace` stores it even then."""
-        header = self._header(blob)
+        header = pb.BlobHeader(
+            key=blob.key,
+            num_bytes=blob.num_bytes,
+            layout=blob.layout,
+            checksum=checksum(blob.key, self.namespace, blob.layout, blob.payload),
+        )
         deadline = self.deadline(header.num_bytes)
         shared, payload = self._shared, blob.payload
         if shared is not None and not replace:
@@ -206,14 +205,6 @@ class TierClient:
     def deadline(self, num_bytes: int = 0) -> Deadline:
         """The deadline of a method that moves this many bytes."""
         return Deadline(self.timeout_s + num_bytes / self.slowest_bytes_per_s)
-
-    def _header(self, blob: Blob) -> pb.BlobHeader:
-        return pb.BlobHeader(
-            key=blob.key,
-            num_bytes=blob.num_bytes,
-            layout=blob.layout,
-            checksum=checksum(blob.key, self.namespace, blob.layout, blob.payload),
-        )
 
     @property
     def _stub(self) -> tier_pb2_grpc.TierServiceStub:

@@ -284,6 +284,3 @@ def _small_blob(client: TierClient, key: bytes) -> bytearray | None:
 
     (outcome,) = client.get([key], land, MAX_BYTES)
     return landed if outcome is Landing.LANDED else None
-
-
-__all__ = ["HostSpans", "Landed", "Layouts", "Lookup", "fetch_spans"]

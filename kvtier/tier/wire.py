@@ -19,7 +19,7 @@ TierRefusedError is for a client that was let in and may not do what it asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -63,17 +63,6 @@ CHUNK_TAG = b"\x12"
 # The bytes of a length below 2**35; protobuf knows no longer ones.
 MAX_VARINT_BYTES = 5
 
-_ERRORS: dict[grpc.StatusCode, type[TierError]] = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: TierExhaustedError,
-    grpc.StatusCode.DATA_LOSS: TierIntegrityError,
-    grpc.StatusCode.PERMISSION_DENIED: TierRefusedError,
-    grpc.StatusCode.UNAUTHENTICATED: TierRefusedError,
-    grpc.StatusCode.FAILED_PRECONDITION: TierProtocolError,
-    grpc.StatusCode.INVALID_ARGUMENT: TierProtocolError,
-    grpc.StatusCode.UNIMPLEMENTED: TierProtocolError,
-    grpc.StatusCode.OUT_OF_RANGE: TierProtocolError,
-}
-
 _CODES: dict[type[KvtierError], grpc.StatusCode] = {
     TierExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     TierIntegrityError: grpc.StatusCode.DATA_LOSS,
@@ -81,6 +70,13 @@ _CODES: dict[type[KvtierError], grpc.StatusCode] = {
     TierProtocolError: grpc.StatusCode.FAILED_PRECONDITION,
     TierUnavailableError: grpc.StatusCode.UNAVAILABLE,
     UsageError: grpc.StatusCode.INVALID_ARGUMENT,
+}
+_ERRORS: dict[grpc.StatusCode, type[TierError]] = {
+    **{code: kind for kind, code in _CODES.items() if issubclass(kind, TierError)},
+    grpc.StatusCode.UNAUTHENTICATED: TierRefusedError,
+    grpc.StatusCode.INVALID_ARGUMENT: TierProtocolError,
+    grpc.StatusCode.UNIMPLEMENTED: TierProtocolError,
+    grpc.StatusCode.OUT_OF_RANGE: TierProtocolError,
 }
 
 
@@ -125,22 +121,23 @@ def serialize(message: Message | bytes) -> bytes:
     return message if isinstance(message, bytes) else message.SerializeToString()
 
 
-def parse_put_request(message: bytes) -> pb.PutRequest | memoryview:
-    """A message, or the chunk of one that has a chunk. Raises DecodeError."""
-    chunk = chunk_of(message)
-    return _parse(pb.PutRequest, message) if chunk is None else chunk
+def _parser(kind: type[Parsed]) -> Callable[[bytes], Parsed | memoryview]:
+    """Return what parses a message, or gives the chunk of one that has a chunk. It raises
+    DecodeError."""
+
+    def parse(message: bytes) -> Parsed | memoryview:
+        chunk = chunk_of(message)
+        if chunk is not None:
+            return chunk
+        # Another program may have made it, with fields that we do not know, say.
+        parsed = kind.FromString(message)
+        return memoryview(parsed.chunk) if parsed.WhichOneof("part") == "chunk" else parsed
+
+    return parse
 
 
-def parse_get_response(message: bytes) -> pb.GetResponse | memoryview:
-    """A message, or the chunk of one that has a chunk. Raises DecodeError."""
-    chunk = chunk_of(message)
-    return _parse(pb.GetResponse, message) if chunk is None else chunk
-
-
-def _parse(kind: type[Parsed], message: bytes) -> Parsed | memoryview:
-    """The same for what another program made, of fields that we do not know, say."""
-    parsed = kind.FromString(message)
-    return memoryview(parsed.chunk) if parsed.WhichOneof("part") == "chunk" else parsed
+parse_put_request = _parser(pb.PutRequest)
+parse_get_response = _parser(pb.GetResponse)
 
 
 def frame_stub(stub: tier_pb2_grpc.TierServiceStub, channel: grpc.Channel) -> None:

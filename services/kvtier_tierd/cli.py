@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import uvloop
+
 from kvtier.errors import KvtierError, UsageError
 from kvtier.sizes import parse_size
 from kvtier_tierd.limits import Limits
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     keep_freed_memory()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    _run(serve(options))
+    uvloop.run(serve(options))
     return 0
 
 
@@ -41,15 +43,6 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, MALLOC_KEEP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, MALLOC_KEEP_BYTES)
-
-
-def _run(main: object) -> None:
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main)  # type: ignore[arg-type]
-    else:
-        uvloop.run(main)  # type: ignore[arg-type]
 
 
 async def serve(options: TierOptions) -> None:
@@ -84,10 +77,15 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
     given = _parser().parse_args(argv)
     shared = None if given.shared_memory == "off" else Path(given.shared_memory)
     if shared is not None and not shared.is_dir():
-        shared = _no_directory(given.shared_memory)
+        # The default directory is a convenience where it exists; a chosen one has to.
+        if shared != DEFAULT_SHARED_DIRECTORY:
+            raise UsageError("--shared-memory", "a directory, or off", given.shared_memory)
+        shared = None
+    # Argparse has the value of --disk-path under disk_path.
+    typed = {name: vars(given)[name[2:].replace("-", "_")] for name in store_flags()}
     return TierOptions(
         listen=given.listen,
-        store=parse_store(given.store, {name: vars(given)[_key(name)] for name in store_flags()}),
+        store=parse_store(given.store, typed),
         shared_directory=shared,
         namespaces=_namespaces(given.namespace, given.in_flight),
         in_flight=given.in_flight,
@@ -107,18 +105,6 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
     )
 
 
-def _key(flag: str) -> str:
-    """Return argparse's name of a flag's value."""
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _no_directory(given: str) -> Path | None:
-    """The default directory is a convenience where it exists; a chosen one has to."""
-    if given == str(DEFAULT_SHARED_DIRECTORY):
-        return None
-    raise UsageError("--shared-memory", "a directory, or off", given)
-
-
 def _namespaces(given: Sequence[str], in_flight: int) -> dict[str, Limits]:
     """Limits by namespace; each given as NAME, NAME=QUOTA, NAME=QUOTA,RATE or NAME=,RATE."""
     limits: dict[str, Limits] = {}
@@ -127,12 +113,11 @@ def _namespaces(given: Sequence[str], in_flight: int) -> dict[str, Limits]:
         if name in limits:
             raise UsageError("--namespace", "every name once", text)
         quota, _, rate = bounds.partition(",")
-        limits[name] = Limits(_size(quota), in_flight, _size(rate))
+        most, bytes_per_s = (
+            parse_size(one, "--namespace") if one else None for one in (quota, rate)
+        )
+        limits[name] = Limits(most, in_flight, bytes_per_s)
     return limits
-
-
-def _size(text: str) -> int | None:
-    return parse_size(text, "--namespace") if text else None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -197,6 +182,3 @@ def run() -> int:
     except KvtierError as error:
         print(f"kvtier: error: {error}", file=sys.stderr)
         return 2
-
-
-__all__ = ["main", "parse", "run", "serve"]

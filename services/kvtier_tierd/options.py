@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvtier.addresses import default_address, socket_path
 from kvtier.errors import TierRefusedError, UsageError
-from kvtier.tier.wire import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from kvtier.tier.transport.connection import TlsPaths
 from kvtier_tierd.limits import IN_FLIGHT, NAMESPACE_SHARE, Limits, Namespaces, check_namespace
 from kvtier_tierd.stores.memory import MemoryOptions
 from kvtier_tierd.stores.options import StoreOptions
@@ -21,23 +21,15 @@ METRICS_HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class TierOptions:
-    """listen:            host:port or unix:/path; port 0 picks a free one.
-    store:             which store, and what it is told; see kvtier_tierd.stores.registry.
-    shared_directory:  where the file for clients on the same host is made; None: no sharing.
-    namespaces:        limits by name; empty: every name is welcome.
-    in_flight:         transfers at a time, of a namespace that is not in `namespaces`.
-    certificate, key, client_ca: PEM files; all three mean mutual TLS.
-    insecure_local:    plaintext for every user of this machine: on loopback addresses, and in
-                       directories that others enter.
-    insecure:          plaintext for other machines as well.
-    chunk_bytes:       of streamed payloads. max_blob_bytes: larger blobs are refused.
-    refresh_workers:   threads that refresh contexts near their data; 0: none does.
-    metrics_port:      of Prometheus metrics, /livez and /readyz; None: none, 0: a free one.
-    metrics_host:      the name or address that they are served on.
-    transfer_bytes:    for payloads on their way, at least twice max_blob_bytes (limits.py).
-    stall_s:           how long a stream may stand still.
-    drain_s:           how long running calls may take to end at SIGTERM.
-    otlp_traces_endpoint: of an OpenTelemetry collector; None: nothing is traced.
+    """The options of a service; `kvtier tier --help` says what those mean that are flags.
+
+    store:            which store, and what it is told; see kvtier_tierd.stores.registry.
+    shared_directory: where the file for clients on the same host is made; None: no sharing.
+    namespaces:       limits by name; empty: every name is welcome.
+    in_flight:        transfers at a time, of a namespace that is not in `namespaces`.
+    certificate, key, client_ca: all three mean mutual TLS.
+    chunk_bytes:      of streamed payloads.
+    transfer_bytes:   at least twice max_blob_bytes (limits.py).
     """
 
     listen: str = field(default_factory=default_address)
@@ -69,9 +61,6 @@ class TierOptions:
                 raise UsageError(flag, "at least 1", getattr(self, name))
         if not 0 <= self.refresh_workers <= 1024:
             raise UsageError("--refresh-workers", "0 … 1024", self.refresh_workers)
-        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            expected = f"{MIN_CHUNK_BYTES} … {MAX_CHUNK_BYTES}"
-            raise UsageError("chunk_bytes", expected, self.chunk_bytes)
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise UsageError("--metrics-port", "0 … 65535", self.metrics_port)
         if not self.metrics_host:
@@ -102,33 +91,24 @@ class TierOptions:
                 raise UsageError(name, "an existing PEM file", str(path))
 
     def _check_listen(self) -> None:
-        if socket_path(self.listen, "--listen") is not None:
+        if self.socket_path is not None:
             if self.tls:
                 raise UsageError("--listen", "host:port with TLS", self.listen)
             return
-        host, port = self._host_and_port()
-        if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
-            raise UsageError("--listen", "host:port, [address]:port or unix:/path", self.listen)
-        if self.tls or self.insecure:
-            return
-        if not _is_loopback(host):
-            expected = (
-                "a unix socket, TLS, or --insecure: every client that reaches it may read and write"
-            )
-            raise UsageError("--listen", expected, self.listen)
-        if not self.insecure_local:
-            expected = (
-                "a unix socket, TLS, or --insecure-local: every user of this machine may read "
-                "and write there"
-            )
-            raise UsageError("--listen", expected, self.listen)
-
-    def _host_and_port(self) -> tuple[str, str]:
-        """The host without brackets; empty where there is none."""
         host, _, port = self.listen.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
-            return host[1:-1], port
-        return ("" if ":" in host else host), port
+            host = host[1:-1]
+        elif ":" in host:
+            host = ""
+        if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+            raise UsageError("--listen", "host:port, [address]:port or unix:/path", self.listen)
+        local = _is_loopback(host)
+        if self.tls or self.insecure or (local and self.insecure_local):
+            return
+        risk = "--insecure: every client that reaches it may read and write"
+        if local:
+            risk = "--insecure-local: every user of this machine may read and write there"
+        raise UsageError("--listen", f"a unix socket, TLS, or {risk}", self.listen)
 
     @property
     def socket_path(self) -> Path | None:
@@ -141,14 +121,13 @@ class TierOptions:
         return self.insecure_local or self.insecure
 
     @property
-    def tls(self) -> bool:
-        return self.certificate is not None
+    def tls(self) -> TlsPaths | None:
+        if self.certificate is None or self.key is None or self.client_ca is None:
+            return None
+        return TlsPaths(self.client_ca, self.certificate, self.key)
 
     def served(self) -> Namespaces:
         return Namespaces(self.namespaces, Limits(in_flight=self.in_flight))
-
-    def quotas(self) -> dict[str, int]:
-        return self.served().quotas()
 
 
 def _is_loopback(host: str) -> bool:

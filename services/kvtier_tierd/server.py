@@ -16,7 +16,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import TierUnavailableError
-from kvtier.tier.transport.connection import TlsPaths
 from kvtier.tier.wire import (
     MAX_QUERIES_BYTES,
     MESSAGE_OVERHEAD_BYTES,
@@ -27,13 +26,12 @@ from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.decoding import DecodingGuard
 from kvtier_tierd.limits import Budget
 from kvtier_tierd.listening import check_free, prepare_directory, renewed_credentials
-from kvtier_tierd.monitoring.metrics import Gauges, TierMetrics
-from kvtier_tierd.monitoring.tracing import open_traces
+from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.monitoring.tracing import OtlpTraces
 from kvtier_tierd.monitoring.web import WebServer
 from kvtier_tierd.options import TierOptions
-from kvtier_tierd.service.near_data import Refreshes
 from kvtier_tierd.service.service import TierService
-from kvtier_tierd.stores.base import BlobStore, StoreResources
+from kvtier_tierd.stores.base import StoreResources, StoreStats
 from kvtier_tierd.stores.registry import make_store
 
 logger = logging.getLogger(__name__)
@@ -52,29 +50,13 @@ class TierServer:
     def __init__(self, options: TierOptions) -> None:
         self.options = options
         self.budget = Budget(options.transfer_bytes)
-        resources = StoreResources(options.quotas(), options.shared_directory, self.budget)
-        self.store: BlobStore = make_store(options.store, resources)
-        namespaces = options.served()
-        self.metrics = TierMetrics(namespaces.known)
-        self.traces = open_traces(options.otlp_traces_endpoint)
-        self.refreshes = Refreshes(
-            self.store,
-            namespaces,
-            self.metrics,
-            workers=options.refresh_workers,
-            chunk_bytes=options.chunk_bytes,
-        )
-        self.service = TierService(
-            self.store,
-            namespaces,
-            self.metrics,
-            self.refreshes,
-            chunk_bytes=options.chunk_bytes,
-            max_blob_bytes=options.max_blob_bytes,
-            budget=self.budget,
-            stall_s=options.stall_s,
-            traces=self.traces,
-        )
+        resources = StoreResources(options.served().quotas(), options.shared_directory, self.budget)
+        self.store = make_store(options.store, resources)
+        self.metrics = TierMetrics(options.namespaces)
+        self.traces: OtlpTraces | None = None
+        if options.otlp_traces_endpoint is not None:
+            self.traces = OtlpTraces(options.otlp_traces_endpoint)
+        self.service = TierService(options, self.store, self.budget, self.metrics, self.traces)
         self.address = options.listen
         self.web: WebServer | None = None
         self._health = health.aio.HealthServicer()
@@ -95,7 +77,7 @@ class TierServer:
     async def _start(self) -> None:
         # First, because a probe shall hear that the store is still being recovered.
         self._serve_web()
-        await self.refreshes.start()
+        await self.service.refreshes.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
         self._server.add_registered_method_handlers(SERVICE_NAME, framed_handlers(self.service))
@@ -113,7 +95,8 @@ class TierServer:
         if path is not None:
             prepare_directory(path.parent, for_all_users=self.options.for_all_users)
             check_free(path)
-        credentials = self._credentials()
+        tls = self.options.tls
+        credentials = None if tls is None else renewed_credentials(tls)
         try:
             if credentials is not None:
                 port = self._server.add_secure_port(listen, credentials)
@@ -125,20 +108,18 @@ class TierServer:
             return listen
         return f"{listen.rpartition(':')[0]}:{port}"
 
-    def _credentials(self) -> grpc.ServerCredentials | None:
-        options = self.options
-        if options.certificate is None or options.key is None or options.client_ca is None:
-            return None
-        return renewed_credentials(TlsPaths(options.client_ca, options.certificate, options.key))
-
     def _serve_web(self) -> None:
         options, loop = self.options, asyncio.get_running_loop()
         if options.metrics_port is None:
             return
 
-        def from_loop() -> Gauges:
+        async def state() -> tuple[StoreStats, int, int]:
+            leases = self.service.leases
+            return self.store.stats(), len(leases), leases.expired
+
+        def from_loop() -> tuple[StoreStats, int, int]:
             # The store belongs to the loop, and metrics are asked for in a thread.
-            return asyncio.run_coroutine_threadsafe(self._gauges(), loop).result(LAST_S)
+            return asyncio.run_coroutine_threadsafe(state(), loop).result(LAST_S)
 
         def alive() -> str | None:
             turned = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
@@ -148,17 +129,11 @@ class TierServer:
                 return "the event loop does not answer"
             return None
 
-        def ready() -> str | None:
-            return None if self._serving else "not ready"
-
         self.metrics.watch(from_loop)
+        probes = {"/livez": alive, "/readyz": lambda: None if self._serving else "not ready"}
         self.web = WebServer(
-            options.metrics_host, options.metrics_port, self.metrics.registry, alive, ready
+            options.metrics_host, options.metrics_port, self.metrics.registry, probes
         )
-
-    async def _gauges(self) -> Gauges:
-        leases = self.service.leases
-        return Gauges(self.store.stats(), len(leases), leases.expired)
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", SERVICE_NAME):
@@ -173,22 +148,23 @@ class TierServer:
 
     async def stop(self) -> None:
         """Drain and close. Clients see UNAVAILABLE and go on without the tier."""
-        self.service.calls.draining, self._serving = True, False
+        self.service.draining, self._serving = True, False
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         # Only our own calls are waited for: who watches the health would do so for ever.
-        await self.service.calls.idle(self.options.drain_s)
+        await self.service.idle(self.options.drain_s)
         await self._server.stop(0)
-        await self.service.calls.idle(LAST_S)
+        await self.service.idle(LAST_S)
         if self._background is not None:
             self._background.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._background
         if self.web is not None:
             await asyncio.to_thread(self.web.close)
-        await self.refreshes.close()
+        await self.service.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
-        await asyncio.to_thread(self.traces.close)
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:

@@ -8,12 +8,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from live_server import free_port, stop, wait_until_healthy
+from live_server import ask, free_port, metric, running, wait_until_healthy
 from waiting import SAFETY_S, wait_for
 
 from deploy.checks.manifests import Container, Manifests
@@ -50,50 +49,26 @@ class Demo:
             text = text.replace(theirs, ours)
         return text
 
-    def start(self, name: str) -> subprocess.Popen[bytes]:
+    def running(self, name: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
         container: Container = self.containers[name]
         program, *words = map(self.here, self.manifests.expanded(container))
         assert program == "kvtier"
         settings = self.manifests.environment(container)
         settings = {key: self.here(value) for key, value in settings.items() if key != "HOME"}
-        with (self.folder / f"{name}.log").open("wb") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "kvtier", *words],
-                env=os.environ | settings,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                cwd=self.folder,
-            )
+        command = [sys.executable, "-m", "kvtier", *words]
+        log = self.folder / f"{name}.log"
+        return running(command, log, env=os.environ | settings, cwd=self.folder)
 
     def ask(self, path: str, body: object = None, key: str | None = None) -> tuple[int, str]:
         """The status and text of the engine's answer."""
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def tier_metric(self, name: str) -> float:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{self.metrics}/metrics", timeout=SAFETY_S
-        ) as got:
-            lines = got.read().decode().splitlines()
-        return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return ask(f"http://127.0.0.1:{self.port}{path}", body, headers)
 
 
 def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(rendered):
     with tempfile.TemporaryDirectory(prefix="kvd") as name:
         demo = Demo(rendered["cpu-demo"], Path(name))
-        tier = demo.start("tier")
-        engine = demo.start("engine")
-        try:
+        with demo.running("tier") as tier, demo.running("engine") as engine:
             log = demo.folder / "engine.log"
             wait_until_healthy(f"http://127.0.0.1:{demo.port}", engine, log)
             wait_for(lambda: demo.ask("/ready")[0] == 200)
@@ -104,12 +79,9 @@ def test_it_answers_locks_its_management_and_ends_with_its_turns_in_the_tier(ren
             # While it drains, the router and the Service see this.
             wait_for(lambda: not_ready(demo, engine))
             assert engine.wait(SAFETY_S) == 0
-            assert demo.tier_metric("kvtier_tier_blobs") >= PROMPT_TOKENS // 256
+            assert metric(demo.metrics, "kvtier_tier_blobs") >= PROMPT_TOKENS // 256
             tier.terminate()
             assert tier.wait(SAFETY_S) == 0
-        finally:
-            for one in (engine, tier):
-                stop(one)
 
 
 def scaled_by(manifests: Manifests) -> str:

@@ -10,15 +10,7 @@ import subprocess
 
 import pytest
 import yaml
-from monitoring_queries import (
-    DASHBOARDS,
-    DEPLOY,
-    RULE_TESTS,
-    RULES,
-    panels,
-    rules,
-    selectors,
-)
+from monitoring_queries import DASHBOARDS, DEPLOY, RULE_TESTS, RULES, panels, rules, selectors
 
 PROMTOOL = shutil.which("promtool")
 DOCS = DEPLOY.parent / "docs" / "monitoring.md"

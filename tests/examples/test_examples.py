@@ -25,11 +25,7 @@ URL = "http://127.0.0.1:30000"
 # So much of another's prompt an agent may compute again before its own question and note.
 OWN_TOKENS = 100
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    needs_response_templates,
-]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, needs_response_templates]
 
 
 @pytest.fixture(scope="module")

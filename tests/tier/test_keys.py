@@ -83,13 +83,6 @@ def test_the_names_of_today_are_the_names_of_tomorrow():
 
 
 def test_what_cannot_be_is_refused_by_name():
-    for change, name in (
-        ({"num_layers": 0}, "num_layers"),
-        ({"head_dim": 1.5}, "head_dim"),
-        ({"tp_rank": 1}, "tp_rank"),
-    ):
-        with pytest.raises(UsageError, match=name):
-            replace(IDENTITY, **change)
     for span_tokens in (0, 1 << 31):
         with pytest.raises(UsageError, match="span_tokens"):
             span_keys(IDENTITY, [1, 2], span_tokens)

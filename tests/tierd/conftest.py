@@ -7,8 +7,11 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import lmdb
 import pytest
 from live_tier import InProcessTier, connected, in_process, raw_stub
 from mooncake_master import MooncakeMaster, missing
@@ -25,6 +28,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = inspect.signature(pyfuncitem.obj).parameters
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Stores in the tests' own process do not wait for the disk."""
+    unsynced = partial(lmdb.open, sync=False)
+    with (
+        mock.patch.object(os, "fsync"),
+        mock.patch.object(os, "fdatasync"),
+        mock.patch.object(lmdb, "open", unsynced),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+import live_server
 import pytest
 from pausing import pause, resume
 from waiting import SAFETY_S
@@ -283,12 +282,6 @@ def in_process(**options: Any) -> Iterator[InProcessTier]:
         tier.stop()
 
 
-def ask(tier: InProcessTier, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+def ask(tier: InProcessTier, path: str) -> tuple[int, str]:
     """The status and the text of an answer of the service over HTTP."""
-    url = f"http://{host}:{tier.server.web.port}{path}"
-    try:
-        with urllib.request.urlopen(url, timeout=SAFETY_S) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return live_server.ask(f"http://127.0.0.1:{tier.server.web.server_port}{path}")

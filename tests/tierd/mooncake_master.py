@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from live_server import free_port, listens
 from pausing import pause, resume
 from store_blobs import blob_name, payload_of, put
 from waiting import wait_for
@@ -39,15 +39,6 @@ def missing() -> str:
     return ""
 
 
-def free_ports(count: int) -> list[int]:
-    """Free now, but not reserved."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def program() -> Path | None:
     """Return the master's binary, where the package is installed."""
     spec = importlib.util.find_spec("mooncake")
@@ -59,7 +50,7 @@ class MooncakeMaster:
 
     def __init__(self, *flags: str) -> None:
         self.flags = flags
-        self.port, self.metrics_port, self.metadata_port = free_ports(3)
+        self.port, self.metrics_port, self.metadata_port = (free_port() for _ in range(3))
         self.process: subprocess.Popen[bytes] | None = None
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - closed at the end
 
@@ -91,7 +82,7 @@ class MooncakeMaster:
 
         def is_up() -> bool:
             assert process.poll() is None, f"the master ended: {self._said()[-2000:]}"
-            return all(connects(port) for port in ports)
+            return all(listens("127.0.0.1", port) for port in ports)
 
         wait_for(is_up, lambda: f"no master: {self._said()[-2000:]}")
 
@@ -126,11 +117,6 @@ class MooncakeMaster:
     def __exit__(self, *_: object) -> None:
         self.stop()
         self.log.close()
-
-
-def connects(port: int) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 def options_of(master: MooncakeMaster, prefix: str = "", **others: Any) -> MooncakeOptions:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import xxhash
 
 from kvtier_tierd.stores.base import BlobInfo, BlobName, BlobStore, Draft, Handle
+from kvtier_tierd.stores.memory import MemoryStore
 
 SIZE = 10_000
 LAYOUT = b"a layout"
@@ -57,3 +59,14 @@ async def held(store: BlobStore, *numbers: int) -> list[int]:
     """Return which of the numbered blobs there are."""
     found = await store.exists([blob_name(number) for number in numbers])
     return [number for number, there in zip(numbers, found, strict=True) if there]
+
+
+def memory_store(
+    capacity_bytes: int,
+    quotas: Mapping[str, int] | None = None,
+    watermarks: tuple[float, float] = (1.0, 1.0),
+) -> MemoryStore:
+    """A store that evicts nothing ahead of time: tests that count blobs would miss it."""
+    store = MemoryStore(capacity_bytes, quotas)
+    store.watermarks = watermarks
+    return store

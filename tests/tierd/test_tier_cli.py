@@ -79,7 +79,7 @@ def test_flags_that_do_not_go_together_are_refused_naming_one(tmp_path):
 def test_namespaces_have_their_quota_and_rate_and_all_have_the_in_flight_limit():
     told = ["--namespace=ada=2g,64m", "--namespace=bob=,1m", "--namespace=carl", "--in-flight=3"]
     options = parse(["--shared-memory=off", *told])
-    assert options.quotas() == {"ada": 2 << 30}
+    assert options.served().quotas() == {"ada": 2 << 30}
     assert options.namespaces == {
         "ada": Limits(2 << 30, 3, 64 << 20),
         "bob": Limits(None, 3, 1 << 20),

@@ -57,12 +57,6 @@ class KvIdentity:
     policy: str = ""
     scores: str = ""
 
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size"):
-            check_count(name, getattr(self, name))
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise UsageError("tp_rank", f"0 … {self.tp_size - 1}", self.tp_rank)
-
     @cached_property
     def digest(self) -> bytes:
         """32 bytes; equal only for equal identities."""
@@ -99,12 +93,6 @@ class Scope:
             parts.append(repr(self.share))
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         return b"".join(len(part).to_bytes(8, "little") + part for part in encoded)
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise UsageError unless `value` is a whole number of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(name, "a whole number of at least 1", value)
 
 
 class SpanChain:

@@ -10,7 +10,7 @@ depends on how it was compressed, and goes under names of that policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -68,6 +68,12 @@ def _whole(chain: SpanChain, index: int) -> SpanName:
     return SpanName(chain.keys[index], index * width, (index + 1) * width)
 
 
+def _whole_spans(chains: NamedChains, indices: Iterable[int], exact_stop: int) -> list[SpanName]:
+    """Whole spans of a context that is exact up to a token."""
+    exact = exact_stop // chains.exact.span_tokens
+    return [_whole(chains.exact if i < exact else chains.policy, i) for i in indices]
+
+
 def spans_of_record(
     chains: NamedChains, record: TurnRecord, token_ids: Sequence[int], begin: int
 ) -> list[SpanName]:
@@ -76,11 +82,8 @@ def spans_of_record(
     chains must have all of the record's whole spans.
     """
     width, exact_stop = chains.exact.span_tokens, record.exact_stop
-    spans = []
-    for index in range(begin // width, record.stop // width):
-        chain = chains.exact if (index + 1) * width <= exact_stop else chains.policy
-        spans.append(_whole(chain, index))
     whole = record.stop // width
+    spans = _whole_spans(chains, range(begin // width, whole), exact_stop)
     if record.stop > max(whole * width, begin):
         chain = chains.exact if record.stop <= exact_stop else chains.policy
         tail = token_ids[whole * width : record.stop]
@@ -119,8 +122,4 @@ def spans_of_ranges(
     numbers = sorted({i for a, b in ranges for i in range(a // width, (b - 1) // width + 1)})
     if numbers and numbers[-1] >= len(chains.exact.keys):
         return None
-    spans = []
-    for i in numbers:
-        chain = chains.exact if (i + 1) * width <= exact_stop else chains.policy
-        spans.append(_whole(chain, i))
-    return spans
+    return _whole_spans(chains, numbers, exact_stop)

@@ -21,20 +21,14 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from kvtier.errors import TierProtocolError, UsageError
-from kvtier.tier.blobs.keys import KEY_BYTES, check_count
+from kvtier.tier.blobs.keys import KEY_BYTES
 from kvtier.v1 import tier_pb2
 
 Bytes = bytes | bytearray | memoryview
 
 CHECKSUM_BYTES = 16
 MAX_LAYOUT_BYTES = 4096
-DTYPE_BYTES = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,8 @@ class SpanLayout:
         if self.dtype not in DTYPE_BYTES:
             raise UsageError("dtype", f"one of {', '.join(DTYPE_BYTES)}", self.dtype)
         for name in ("num_layers", "num_tokens", "num_kv_heads", "head_dim"):
-            check_count(name, getattr(self, name))
+            if getattr(self, name) < 1:
+                raise UsageError(name, "at least 1", getattr(self, name))
         if self.score_bytes < 0:
             raise UsageError("score_bytes", "at least 0", self.score_bytes)
 

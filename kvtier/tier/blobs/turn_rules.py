@@ -124,6 +124,3 @@ class _Begun:
 
     start: int
     held: int
-
-
-__all__ = ["TurnRules"]

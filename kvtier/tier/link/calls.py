@@ -39,20 +39,19 @@ class GivenUpError(TierUnavailableError):
 class Calls:
     """The calls of one client. Thread-safe.
 
-    changed:     notified when the breaker opens and when the tier is back; its lock guards the
-                 counters.
     put_breaker: opens where puts fail; a put is retried after a while, and gets do not wait for it.
     connected:   whether the client has asked who is there since the last failure.
     closed:      failures are no news any more: closing cuts off what is under way.
     """
 
-    def __init__(self, client: TierClient, breaker: Breaker, changed: threading.Condition) -> None:
+    def __init__(self, client: TierClient, breaker: Breaker) -> None:
         self.client, self.breaker = client, breaker
         self.put_breaker = breaker.alike(failures=1)
         self.counters: Counter[str] = Counter()
         self.connected = False
         self.closed = False
-        self._changed = changed
+        # Notified when the breaker opens and when the tier is back; its lock guards the counters.
+        self._changed = threading.Condition()
 
     @property
     def healthy(self) -> bool:
@@ -146,6 +145,3 @@ class Calls:
                 return
             self.connected = False
             self.run_or_miss("probe", lambda client: True)
-
-
-__all__ = ["Calls", "GivenUpError"]

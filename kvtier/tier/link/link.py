@@ -30,11 +30,7 @@ from collections.abc import Set as AbstractSet
 from contextvars import copy_context
 from typing import Any
 
-from kvtier.errors import (
-    TierError,
-    TierIntegrityError,
-    TierUnavailableError,
-)
+from kvtier.errors import TierError, TierIntegrityError, TierUnavailableError
 from kvtier.tier.client import Blob, TierClient
 from kvtier.tier.link.breaker import Breaker
 from kvtier.tier.link.calls import Calls, GivenUpError
@@ -56,7 +52,7 @@ PUT_ATTEMPTS = 5
 _PASSING = (TierUnavailableError, TierIntegrityError)
 
 
-class TierLink:
+class TierLink(Calls):
     """Two queues of work for one client, which the link owns. Thread-safe.
 
     buffer_bytes: host memory for blobs on their way, both directions together.
@@ -71,11 +67,7 @@ class TierLink:
         breaker: Breaker | None = None,
         settle_s: float | None = None,
     ) -> None:
-        self.client = client
-        self.breaker = breaker or Breaker()
-        self._changed = threading.Condition()
-        self._calls = Calls(client, self.breaker, self._changed)
-        self.counters = self._calls.counters
+        super().__init__(client, breaker or Breaker())
         self._buffer_bytes = buffer_bytes
         self._settle_s = settle_s
         self._claimed_bytes = 0
@@ -85,7 +77,7 @@ class TierLink:
         targets = {
             "putting": self._putting,
             "getting": self._getting,
-            "probing": self._calls.probe_until_closed,
+            "probing": self.probe_until_closed,
         }
         self._threads = [
             threading.Thread(target=target, name=f"kvtier-{name}", daemon=True)
@@ -95,11 +87,6 @@ class TierLink:
             thread.start()
 
     # -- from the scheduler --
-
-    @property
-    def healthy(self) -> bool:
-        """Return whether asking makes sense now."""
-        return self._calls.healthy
 
     @property
     def pending(self) -> int:
@@ -115,7 +102,7 @@ class TierLink:
     @property
     def room_bytes(self) -> int:
         """The bytes of the budget that a put may use now."""
-        if self._calls.closed or self.breaker.open_s > HOLD_S:
+        if self.closed or self.breaker.open_s > HOLD_S:
             return 0
         return max(0, self._buffer_bytes - self.held_bytes)
 
@@ -187,14 +174,6 @@ class TierLink:
             self._changed.notify_all()
         return True
 
-    def failed_elsewhere(self, what: str, error: TierError) -> None:
-        """A call that was not made here failed, of a client that this link connected."""
-        self._calls.failed_elsewhere(what, error)
-
-    def count(self, name: str, number: int = 1) -> None:
-        """Add to one of the `counters`, which many threads change."""
-        self._calls.count(name, number)
-
     def release(self, num_bytes: int) -> None:
         """Give back what `claim` got."""
         with self._changed:
@@ -211,7 +190,7 @@ class TierLink:
     def close(self) -> None:
         """Stop; what waits or is under way is lost. Waits CLOSE_S at the longest."""
         with self._changed:
-            self._calls.closed = True
+            self.closed = True
             fetches = self._fetches.clear()
             while self._puts:
                 self._puts.shed()
@@ -234,12 +213,12 @@ class TierLink:
             except GivenUpError:
                 self._put_back(job)
             except _PASSING:
-                self._calls.put_breaker.failed()
+                self.put_breaker.failed()
                 self._put_back(job._replace(failures=job.failures + 1))
             except TierError:
                 self._put_ended(job, Counter())
             else:
-                self._calls.put_breaker.succeeded()
+                self.put_breaker.succeeded()
                 self._put_ended(job, counted)
 
     def _store(self, job: Put) -> Counter[str]:
@@ -251,14 +230,14 @@ class TierLink:
             stored = client.put(job.blob, replace=job.replace)
             return Counter(put=1, put_bytes=job.num_bytes) if stored else Counter(put_known=1)
 
-        return self._calls.run("put", put, repeated=job.failures > 0) or Counter()
+        return self.run("put", put, repeated=job.failures > 0) or Counter()
 
     def _put_back(self, job: Put) -> None:
         """Put the job back at the head of the queue, unless that was its last attempt."""
         with self._changed:
-            if self._calls.closed or job.failures >= PUT_ATTEMPTS:
+            if self.closed or job.failures >= PUT_ATTEMPTS:
                 # The next one may do better, at once.
-                self._calls.put_breaker.succeeded()
+                self.put_breaker.succeeded()
                 self._put_ended(job, Counter(puts_given_up=1))
                 return
             self._puts.put_back(job)
@@ -279,7 +258,7 @@ class TierLink:
         while (fetch := self._next_fetch()) is not None:
             if self._held(fetch):
                 continue
-            run, began = self._calls.run_or_miss, time.monotonic()
+            run, began = self.run_or_miss, time.monotonic()
             result = None if fetch.cancelled else fetch.context.run(run, "get", fetch.work)
             fetch.took_s = time.monotonic() - began
             try:
@@ -312,13 +291,13 @@ class TierLink:
     def _settled(self, keys: AbstractSet[bytes]) -> bool:
         """Return whether none of these is on its way, or puts are not well and no get should
         wait."""
-        well = self.healthy and not self._calls.put_breaker.is_open
+        well = self.healthy and not self.put_breaker.is_open
         return not (well and self._puts.has_any(keys))
 
     def _next_put(self) -> Put | None:
         with self._changed:
-            while not self._calls.closed:
-                pause = self._calls.put_breaker.seconds_to_probe() or 0.0
+            while not self.closed:
+                pause = self.put_breaker.seconds_to_probe() or 0.0
                 if self._puts and not self.breaker.is_open and not pause:
                     self._busy += 1
                     return self._puts.next()
@@ -327,13 +306,10 @@ class TierLink:
 
     def _next_fetch(self) -> Fetch[Any] | None:
         with self._changed:
-            while not self._calls.closed:
+            while not self.closed:
                 fetch = self._fetches.next(self._settled)
                 if fetch is not None:
                     self._busy += 1
                     return fetch
                 self._changed.wait(self._fetches.pause_s)
         return None
-
-
-__all__ = ["TierLink"]

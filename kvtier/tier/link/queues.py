@@ -207,6 +207,3 @@ class Outgoing:
         first = [job for job in self._waiting if job.group in groups]
         others = [job for job in self._waiting if job.group not in groups]
         self._waiting = deque(first + others)
-
-
-__all__ = ["Fetch", "Incoming", "Outgoing", "Put", "Result"]

@@ -80,6 +80,3 @@ def span_layer(payload: np.ndarray, layout: SpanLayout, layer: int) -> torch.Ten
         part = part.copy()
     dtype: torch.dtype = getattr(torch, layout.dtype)
     return torch.from_numpy(part).view(dtype).view(layout.shape[1:])
-
-
-__all__ = ["ExactSpan", "choose_ranges", "exact_kv", "span_layer"]

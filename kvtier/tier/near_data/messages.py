@@ -182,6 +182,3 @@ class Entries:
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     flat: np.ndarray = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return flat
-
-
-__all__ = ["Context", "Entries", "decode_context", "decode_queries", "encode_queries"]

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -61,7 +61,8 @@ class NearData:
         self._requests: queue.SimpleQueue[pb.RefreshRequest | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[pb.RefreshResponse | TierError] = queue.SimpleQueue()
         self._requests.put(pb.RefreshRequest(context=context.encode()))
-        self._call = client.refresh(self._sent(), LONGEST_SESSION_S)
+        # A thread of gRPC's own takes them from there; None ends them.
+        self._call = client.refresh(iter(self._requests.get, None), LONGEST_SESSION_S)
         self._reader = threading.Thread(target=self._read, name="kvtier-near-data", daemon=True)
         self._reader.start()
 
@@ -83,12 +84,7 @@ class NearData:
         return None
 
     def choose(
-        self,
-        layer: int,
-        heads: Sequence[int],
-        window: QueryWindow,
-        dtype: str,
-        deadline: Deadline,
+        self, layer: int, heads: Sequence[int], window: QueryWindow, dtype: str, deadline: Deadline
     ) -> list[Chosen]:
         """Ask what the KV heads `heads` of a layer keep of each pruned range, and return it.
 
@@ -149,11 +145,6 @@ class NearData:
             raise answer
         return answer
 
-    def _sent(self) -> Iterator[pb.RefreshRequest]:
-        """Yield the requests that gRPC's own thread sends."""
-        while (request := self._requests.get()) is not None:
-            yield request
-
     def _read(self) -> None:
         try:
             for answer in self._call:
@@ -164,6 +155,3 @@ class NearData:
             if time.monotonic() - self._opened > LONGEST_SESSION_S - EARLY_S:
                 error = TierExhaustedError(f"tier {self.address}: the refresh waited too long")
         self._answers.put(error)
-
-
-__all__ = ["NearData"]

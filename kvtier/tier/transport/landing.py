@@ -85,6 +85,3 @@ class Arriving:
         whole = self._landed == len(self._buffer)
         fine = whole and self._digest.value() == self._checksum
         return Landing.LANDED if fine else Landing.CORRUPT
-
-
-__all__ = ["Arriving", "Land", "Landing", "Offer"]

@@ -21,7 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 from kvtier.errors import TierProtocolError
 from kvtier.tier.blobs.payload import Bytes
@@ -35,7 +34,6 @@ RELEASE_S = 1.0
 CLOSE_S = 0.2
 
 Job = Callable[[], None]
-Result = TypeVar("Result")
 
 
 class Lanes:
@@ -60,7 +58,7 @@ class Lanes:
             if helping is not None and not helping.cancel():
                 helping.result()
 
-    def later(self, job: Callable[[], Result]) -> Future[Result] | None:
+    def later(self, job: Job) -> Future[None] | None:
         """Run it in the other thread, in the order given; not at all, and None, once closed."""
         # Closed, or Python ends.
         with contextlib.suppress(RuntimeError):
@@ -198,6 +196,3 @@ def _copy(
 ) -> None:
     arriving.copy(source, deadline.at)
     outcome[arriving.position] = arriving.finish()
-
-
-__all__ = ["Job", "Lanes", "SharedGets", "shared_put"]

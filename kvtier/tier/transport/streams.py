@@ -81,6 +81,3 @@ def _responses(
         raise error_of(error, connection.address) from error
     finally:
         call.cancel()
-
-
-__all__ = ["stream_get", "stream_put"]

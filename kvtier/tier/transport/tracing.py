@@ -10,22 +10,12 @@ A stream's span ends with the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-
-class _Details(NamedTuple):
-    """The details that gRPC passes to interceptors, in a form that can be made."""
-
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: grpc.CallCredentials | None
-    wait_for_ready: bool | None
-    compression: Any
 
 
 class TracingInterceptor(
@@ -53,14 +43,8 @@ class TracingInterceptor(
         )
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span))
-        traced = _Details(
-            details.method,
-            details.timeout,
-            (*(details.metadata or ()), *carrier.items()),
-            details.credentials,
-            details.wait_for_ready,
-            details.compression,
-        )
+        # gRPC takes the rest from the details that it gave.
+        traced = SimpleNamespace(metadata=(*(details.metadata or ()), *carrier.items()))
         try:
             call = continuation(traced, request)
         except BaseException as error:
@@ -83,6 +67,3 @@ def _end(span: trace.Span, call: Any) -> None:
     if code is not grpc.StatusCode.OK:
         span.set_status(trace.StatusCode.ERROR, code.name)
     span.end()
-
-
-__all__ = ["TracingInterceptor"]

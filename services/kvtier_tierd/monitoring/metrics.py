@@ -22,7 +22,6 @@ the rest share the label "other", and so does a namespace of that name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -38,15 +37,6 @@ CALL_BUCKETS_S = (
 )
 OTHER = "other"
 _SEE = "See kvtier_tierd.monitoring.metrics"
-
-
-class Gauges(NamedTuple):
-    """The state that the metrics show: the store, the leases held now, and how many have expired
-    since the start."""
-
-    store: StoreStats
-    leases: int
-    leases_expired: int
 
 
 class TierMetrics:
@@ -125,27 +115,23 @@ class TierMetrics:
         """A call is over, however it ended."""
         self._calls.labels(method).observe(seconds)
 
-    def watch(self, gauges: Callable[[], Gauges]) -> None:
-        """Read what is held at every request for metrics, in the thread of that request."""
-        self.registry.register(_Collector(gauges))
+    def watch(self, state: Callable[[], tuple[StoreStats, int, int]]) -> None:
+        """Read what is held at every request for metrics, in the thread of that request.
+
+        state: of the store; the leases held now, and how many have expired since the start.
+        """
+        self.registry.register(_Collector(state))
 
 
 class _Collector:
-    def __init__(self, gauges: Callable[[], Gauges]) -> None:
-        self._gauges = gauges
+    def __init__(self, state: Callable[[], tuple[StoreStats, int, int]]) -> None:
+        self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        now = self._gauges()
-        for name, value in (
-            ("used_bytes", now.store.used_bytes),
-            ("capacity_bytes", now.store.capacity_bytes),
-            ("blobs", now.store.blobs),
-            ("leases", now.leases),
-        ):
+        store, leases, expired = self._state()
+        gauges = {"used_bytes": store.used_bytes, "capacity_bytes": store.capacity_bytes}
+        for name, value in (gauges | {"blobs": store.blobs, "leases": leases}).items():
             yield GaugeMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)
-        for name, value in (
-            ("evictions", now.store.evictions),
-            ("shed", now.store.shed),
-            ("leases_expired", now.leases_expired),
-        ):
+        counters = {"evictions": store.evictions, "shed": store.shed, "leases_expired": expired}
+        for name, value in counters.items():
             yield CounterMetricFamily(f"kvtier_tier_{name}", f"{_SEE}: {name}.", value)

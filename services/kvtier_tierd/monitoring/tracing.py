@@ -6,36 +6,14 @@ client's trace. Calls that nobody traces have none: whether to trace is the engi
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 from kvtier.errors import UsageError
 
 SERVICE_NAME = "kvtier-tier"
 CLOSE_MS = 2_000
-
-
-class Traces(Protocol):
-    """The traces of calls, whichever library makes them."""
-
-    def serving(self, method: str, context: Any) -> AbstractContextManager[None]:
-        """Return a context manager around a call; an error raised in it is that of the call's span.
-        context: gRPC's, of the call."""
-
-    def close(self) -> None:
-        """Send what is left. Blocks, CLOSE_MS at the most for each of two steps."""
-
-
-class NoTraces:
-    """Traces of a service without an endpoint: no spans, and no library of them."""
-
-    def serving(self, method: str, context: Any) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def close(self) -> None:
-        pass
 
 
 class OtlpTraces:
@@ -67,14 +45,13 @@ class OtlpTraces:
         self._tracer = self._provider.get_tracer("kvtier_tierd")
         self._propagator = TraceContextTextMapPropagator()
 
-    def serving(self, method: str, context: Any) -> AbstractContextManager[None]:
-        metadata = context.invocation_metadata() or ()
-        return self._span(method, {k: v for k, v in metadata if isinstance(v, str)})
-
     @contextmanager
-    def _span(self, method: str, carrier: dict[str, str]) -> Iterator[None]:
+    def serving(self, method: str, context: Any) -> Iterator[None]:
+        """Around a call; an error raised in it is that of the call's span. context: gRPC's."""
         from opentelemetry import trace
 
+        metadata = context.invocation_metadata() or ()
+        carrier = {name: value for name, value in metadata if isinstance(value, str)}
         # The span is not made the current one: a handler may end in another context than it began
         # in, and makes no spans of its own.
         span = self._tracer.start_span(
@@ -87,13 +64,6 @@ class OtlpTraces:
             yield
 
     def close(self) -> None:
+        """Send what is left. Blocks, CLOSE_MS at the most for each of two steps."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()
-
-
-def open_traces(endpoint: str | None) -> Traces:
-    """Open the traces that `--otlp-traces-endpoint` names; None: they go nowhere."""
-    return NoTraces() if endpoint is None else OtlpTraces(endpoint)
-
-
-__all__ = ["NoTraces", "OtlpTraces", "Traces", "open_traces"]

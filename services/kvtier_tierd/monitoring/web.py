@@ -10,7 +10,7 @@ Every client that reaches the port may ask, and learns how much is stored and th
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
@@ -25,74 +25,62 @@ from kvtier.errors import TierUnavailableError
 Probe = Callable[[], str | None]
 
 
-class WebServer:
+class WebServer(ThreadingHTTPServer):
     """Listening from the start; `close` ends it.
 
-    host: a name or an address; port: 0 for a free one, which `url` then names.
+    host: a name or an address; port: 0 for a free one, which `url` then names. probes: by their
+    paths.
     Raises TierUnavailableError, naming the flags, where it cannot listen there.
     """
 
+    daemon_threads = True
+
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, alive: Probe, ready: Probe
+        self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Probe]
     ) -> None:
-        probes = {"/livez": alive, "/readyz": ready}
+        self.registry, self.probes = registry, probes
         try:
-            self._server = _server(host, port, _handler(registry, probes))
+            (self.address_family, _, _, _, address), *_ = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
         except OSError as error:
             flags = f"--metrics-host {host} --metrics-port {port}"
             raise TierUnavailableError(f"{flags}: {error}") from error
-        self.port: int = self._server.server_port
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
-        Thread(target=self._server.serve_forever, daemon=True, name="kvtier-web").start()
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}"
+        Thread(target=self.serve_forever, daemon=True, name="kvtier-web").start()
+
+    def server_bind(self) -> None:
+        # The parent's method is left out: it looks up the address's name, which can take long.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
 
     def close(self) -> None:
         """Blocks until the port is closed."""
-        self._server.shutdown()
-        self._server.server_close()
+        self.shutdown()
+        self.server_close()
 
 
-def _server(host: str, port: int, handler: type[MetricsHandler]) -> ThreadingHTTPServer:
-    """Raises OSError."""
-    (family, _, _, _, address), *_ = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
+class _Handler(MetricsHandler):
+    server: WebServer
 
-    class Server(ThreadingHTTPServer):
-        address_family = family
-        daemon_threads = True
+    def do_GET(self) -> None:  # noqa: N802  # what http.server calls
+        path = urlsplit(self.path).path
+        if path == "/metrics":
+            self.registry = self.server.registry
+            super().do_GET()
+        elif path in self.server.probes:
+            wrong = self.server.probes[path]()
+            status = HTTPStatus.OK if wrong is None else HTTPStatus.SERVICE_UNAVAILABLE
+            self._say(status, wrong or "ok")
+        else:
+            self._say(HTTPStatus.NOT_FOUND, "/metrics, /livez or /readyz")
 
-        def server_bind(self) -> None:
-            # The parent's method is left out: it looks up the address's name, which can take long.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind(self.server_address)
-            self.server_name, self.server_port = self.socket.getsockname()[:2]
-
-    return Server(address[:2], handler)  # type: ignore[arg-type]
-
-
-def _handler(registry: CollectorRegistry, probes: dict[str, Probe]) -> type[MetricsHandler]:
-    class Handler(MetricsHandler):
-        def do_GET(self) -> None:  # noqa: N802  # what http.server calls
-            path = urlsplit(self.path).path
-            if path == "/metrics":
-                super().do_GET()
-            elif path in probes:
-                wrong = probes[path]()
-                status = HTTPStatus.OK if wrong is None else HTTPStatus.SERVICE_UNAVAILABLE
-                self._say(status, wrong or "ok")
-            else:
-                self._say(HTTPStatus.NOT_FOUND, "/metrics, /livez or /readyz")
-
-        def _say(self, status: HTTPStatus, text: str) -> None:
-            body = f"{text}\n".encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "text/plain; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    Handler.registry = registry
-    return Handler
-
-
-__all__ = ["Probe", "WebServer"]
+    def _say(self, status: HTTPStatus, text: str) -> None:
+        body = f"{text}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)

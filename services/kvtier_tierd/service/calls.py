@@ -7,27 +7,49 @@ gRPC logs and answers with UNKNOWN.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import grpc
 
 from kvtier.errors import KvtierError, TierUnavailableError
 from kvtier.tier.wire import code_of
-from kvtier_tierd.limits import Namespaces, Progress, StalledError, namespace_of
+from kvtier_tierd.limits import Budget, Progress, StalledError, namespace_of
 from kvtier_tierd.monitoring.metrics import TierMetrics
-from kvtier_tierd.monitoring.tracing import Traces
+from kvtier_tierd.monitoring.tracing import OtlpTraces
+from kvtier_tierd.options import TierOptions
+from kvtier_tierd.service.leases import Leases
+from kvtier_tierd.stores.base import BlobStore
 
 Write = Callable[[Any], Awaitable[None]]
+Service = TypeVar("Service", bound="Calls")
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 
 
 class Calls:
-    """The calls of a service. draining: whether new ones are refused."""
+    """The calls of a service, and what all of them work with.
 
-    def __init__(self, namespaces: Namespaces, metrics: TierMetrics, traces: Traces) -> None:
-        self._namespaces, self._metrics, self._traces = namespaces, metrics, traces
+    budget:   counts what puts have sent and the store does not have yet.
+    traces:   where calls are traced; None: nowhere.
+    draining: whether new calls are refused.
+    """
+
+    def __init__(
+        self,
+        options: TierOptions,
+        store: BlobStore,
+        budget: Budget,
+        metrics: TierMetrics,
+        traces: OtlpTraces | None,
+    ) -> None:
+        self.options, self.store, self.budget = options, store, budget
+        self.metrics, self._traces = metrics, traces
+        self.namespaces = options.served()
+        self.leases = Leases(store)
         self.draining = False
         self.running: set[asyncio.Task[Any]] = set()
 
@@ -41,11 +63,11 @@ class Calls:
         task.add_done_callback(self.running.discard)
         began = time.monotonic()
         try:
-            with self._traces.serving(method, context):
+            with self._traces.serving(method, context) if self._traces else nullcontext():
                 async with self._answering(method, context) as namespace:
                     yield namespace
         finally:
-            self._metrics.called(method, time.monotonic() - began)
+            self.metrics.called(method, time.monotonic() - began)
 
     @asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[str]:
@@ -54,7 +76,7 @@ class Calls:
             yield self._enter(context)
         except KvtierError as error:
             code = code_of(error)
-            self._metrics.failed(method, code.name)
+            self.metrics.failed(method, code.name)
             with cancelled_with_its_client():
                 if isinstance(error, StalledError) and error.writing is not None:
                     # The status goes behind that write. By now the call holds nothing but this.
@@ -64,14 +86,14 @@ class Calls:
             # A request that is no message was answered and counted before (decoding.py).
             raise
         except Exception:
-            self._metrics.failed(method, "UNKNOWN")
+            self.metrics.failed(method, "UNKNOWN")
             raise
 
     def _enter(self, context: Any) -> str:
         if self.draining:
             raise TierUnavailableError("the tier is shutting down")
         namespace = namespace_of(context)
-        self._namespaces.limits(namespace)
+        self.namespaces.limits(namespace)
         return namespace
 
     async def idle(self, timeout_s: float) -> None:
@@ -79,25 +101,37 @@ class Calls:
         if self.running:
             await asyncio.wait(self.running, timeout=timeout_s)
 
+    def writer(self, context: Any) -> Write:
+        """Writes to a client that may be slow, but not stand still for `stall_s`."""
+        progress = Progress(self.options.stall_s)
 
-def writer(context: Any, stall_s: float) -> Write:
-    """Writes to a client that may be slow, but not stand still for `stall_s`."""
-    progress = Progress(stall_s)
+        async def write(message: Any) -> None:
+            writing = asyncio.ensure_future(context.write(message))
+            try:
+                with cancelled_with_its_client():
+                    await progress.wait(asyncio.shield(writing))
+            except StalledError as error:
+                error.writing = writing
+                raise
+            except BaseException:
+                writing.cancel()
+                raise
+            progress.moved(len(message) if isinstance(message, bytes) else message.ByteSize())
 
-    async def write(message: Any) -> None:
-        writing = asyncio.ensure_future(context.write(message))
-        try:
-            with cancelled_with_its_client():
-                await progress.wait(asyncio.shield(writing))
-        except StalledError as error:
-            error.writing = writing
-            raise
-        except BaseException:
-            writing.cancel()
-            raise
-        progress.moved(len(message) if isinstance(message, bytes) else message.ByteSize())
+        return write
 
-    return write
+
+def rpc(
+    handler: Callable[[Service, str, Request], Awaitable[Response]],
+) -> Callable[[Service, Request, Any], Awaitable[Response]]:
+    """A method that gRPC calls, made of one that works for a namespace."""
+
+    @functools.wraps(handler)
+    async def call(self: Service, request: Request, context: Any) -> Response:
+        async with self.calling(handler.__name__, context) as namespace:
+            return await handler(self, namespace, request)
+
+    return call
 
 
 @contextmanager
@@ -108,6 +142,3 @@ def cancelled_with_its_client() -> Iterator[None]:
         yield
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError("its client is gone") from error
-
-
-__all__ = ["Calls", "Write", "cancelled_with_its_client", "writer"]

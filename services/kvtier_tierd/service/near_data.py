@@ -26,6 +26,7 @@ from kvtier.tier.blobs.payload import checksum, decode_span_layout
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.limits import Namespaces
 from kvtier_tierd.monitoring.metrics import TierMetrics
+from kvtier_tierd.options import TierOptions
 from kvtier_tierd.service.calls import Write
 from kvtier_tierd.service.requests import await_uncancelled, header_of, is_intact, names_of
 from kvtier_tierd.stores.base import BlobInfo, BlobStore, Handle
@@ -41,27 +42,20 @@ PINNED_SHARE = 0.25
 
 
 class Refreshes:
-    """The Refresh calls of a service. workers: threads that choose; 0: this service does not
-    refresh."""
+    """The Refresh calls of a service, whose `enabled` says whether it does any."""
 
     def __init__(
-        self,
-        store: BlobStore,
-        namespaces: Namespaces,
-        metrics: TierMetrics,
-        *,
-        workers: int,
-        chunk_bytes: int,
+        self, options: TierOptions, store: BlobStore, namespaces: Namespaces, metrics: TierMetrics
     ) -> None:
         self.store, self.namespaces, self.metrics = store, namespaces, metrics
-        self.chunk_bytes = chunk_bytes
-        self.enabled = workers > 0
+        self.chunk_bytes = options.chunk_bytes
+        self.enabled = options.refresh_workers > 0
         # Contexts that are pinned, by namespace, and the bytes of all of them.
         self._sessions: Counter[str] = Counter()
         self._pinned_bytes = 0
         self._workers: Executor | None = None
         if self.enabled:
-            self._workers = ThreadPoolExecutor(workers, thread_name_prefix="kvtier-refresh")
+            self._workers = ThreadPoolExecutor(options.refresh_workers, "kvtier-refresh")
 
     async def start(self) -> None:
         """Raises TierUnavailableError where the packages that choosing takes are not installed."""
@@ -113,10 +107,12 @@ class Refreshes:
         handles: dict[bytes, Handle],
         write: Write,
     ) -> None:
+        from kvtier.tier.near_data.messages import decode_context
+
         first = await anext(requests, None)
         if first is None or first.WhichOneof("part") != "context":
             raise UsageError("refresh", "a context first", "none")
-        context = await asyncio.to_thread(_decode, first.context)
+        context = await asyncio.to_thread(decode_context, first.context)
         # Only this is a transfer: a request may wait long before it asks for its entries.
         async with self.namespaces.transfer(namespace):
             missing = await self._pin(namespace, [span.key for span in context.spans], handles)
@@ -179,12 +175,6 @@ class Refreshes:
             self.metrics.refreshed(namespace, payload.nbytes)
 
 
-def _decode(message: pb.RefreshContext) -> Context:
-    from kvtier.tier.near_data.messages import decode_context
-
-    return decode_context(message)
-
-
 def _exact_spans(context: Context, handles: dict[bytes, Handle]) -> list[ExactSpan]:
     """The context's exact KV. Raises UsageError for spans that are not what it says."""
     from kvtier.tier.near_data.exact_kv import ExactSpan
@@ -230,6 +220,3 @@ def _choose(
     payload, meaning = entries.encode(chosen), entries.layout()
     digest = checksum(queries.key, namespace, meaning, payload.data)
     return header_of(queries.key, BlobInfo(payload.nbytes, meaning, digest)), payload
-
-
-__all__ = ["Refreshes"]

@@ -9,9 +9,9 @@ close, and what a client holds between calls by its lease.
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,83 +19,25 @@ from kvtier import __version__
 from kvtier.tier.wire import negotiate
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
-from kvtier_tierd.limits import Budget, Namespaces
-from kvtier_tierd.monitoring.metrics import TierMetrics
-from kvtier_tierd.monitoring.tracing import Traces
-from kvtier_tierd.service.calls import Calls, writer
-from kvtier_tierd.service.leases import Leases
+from kvtier_tierd.service.calls import rpc
 from kvtier_tierd.service.near_data import Refreshes
 from kvtier_tierd.service.requests import MAX_KEYS, check_count, is_intact, names_of
 from kvtier_tierd.service.shared_memory import SharedMemoryCalls
-from kvtier_tierd.service.streams import PutRequests, Streams
-from kvtier_tierd.stores.base import BlobStore, SharedFile
+from kvtier_tierd.service.streams import StreamCalls
+from kvtier_tierd.stores.base import SharedFile
 
 # Other calls have a turn after so many keys were looked up.
 KEYS_A_TURN = 1 << 11
 DELETED_TOGETHER = 1 << 8
 
-Request = TypeVar("Request")
-Response = TypeVar("Response")
 
+class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServicer):  # type: ignore[misc]
+    """The gRPC servicer."""
 
-def rpc(
-    handler: Callable[[TierService, str, Request], Awaitable[Response]],
-) -> Callable[[TierService, Request, Any], Awaitable[Response]]:
-    """A method that gRPC calls, made of one that works for a namespace."""
-
-    @functools.wraps(handler)
-    async def call(self: TierService, request: Request, context: Any) -> Response:
-        async with self.calls.calling(handler.__name__, context) as namespace:
-            return await handler(self, namespace, request)
-
-    return call
-
-
-class TierService(tier_pb2_grpc.TierServiceServicer):
-    """The gRPC servicer.
-
-    refreshes:      what answers Refresh.
-    chunk_bytes:    of a Get stream's chunks.
-    max_blob_bytes: larger blobs are refused.
-    budget:         counts what puts have sent and the store does not have yet.
-    stall_s:        how long a stream may stand still.
-    traces:         where calls are traced.
-    """
-
-    def __init__(
-        self,
-        store: BlobStore,
-        namespaces: Namespaces,
-        metrics: TierMetrics,
-        refreshes: Refreshes,
-        *,
-        chunk_bytes: int,
-        max_blob_bytes: int,
-        budget: Budget,
-        stall_s: float,
-        traces: Traces,
-    ) -> None:
-        self.store = store
-        self.namespaces = namespaces
-        self.metrics = metrics
-        self.refreshes = refreshes
-        self.chunk_bytes = chunk_bytes
-        self.max_blob_bytes = max_blob_bytes
-        self.stall_s = stall_s
-        self.leases = Leases(store)
-        self.calls = Calls(namespaces, metrics, traces)
-        self._streams = Streams(
-            store,
-            namespaces,
-            metrics,
-            chunk_bytes=chunk_bytes,
-            max_blob_bytes=max_blob_bytes,
-            budget=budget,
-            stall_s=stall_s,
-        )
-        self._same_host = SharedMemoryCalls(store, metrics, self.leases, max_blob_bytes)
-
-    # -- about blobs --
+    @cached_property
+    def refreshes(self) -> Refreshes:
+        """The Refresh calls."""
+        return Refreshes(self.options, self.store, self.namespaces, self.metrics)
 
     @rpc
     async def GetServerInfo(
@@ -108,8 +50,8 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             store=self.store.kind,
             namespace=namespace,
             capacity_bytes=self.store.stats().capacity_bytes,
-            max_blob_bytes=self.max_blob_bytes,
-            chunk_bytes=self.namespaces.chunk_bytes(namespace, self.chunk_bytes),
+            max_blob_bytes=self.options.max_blob_bytes,
+            chunk_bytes=self.namespaces.chunk_bytes(namespace, self.options.chunk_bytes),
             shared_path=shared.path,
             shared_bytes=shared.num_bytes,
             shared_token=shared.token,
@@ -177,42 +119,9 @@ class TierService(tier_pb2_grpc.TierServiceServicer):
             namespace_quota_bytes=stats.capacity_bytes if quota is None else quota,
         )
 
-    # -- same host --
-
-    @rpc
-    async def Reserve(self, namespace: str, request: pb.ReserveRequest) -> pb.ReserveResponse:
-        return await self._same_host.reserve(namespace, request)
-
-    @rpc
-    async def Commit(self, namespace: str, request: pb.CommitRequest) -> pb.CommitResponse:
-        return await self._same_host.commit(namespace, request)
-
-    @rpc
-    async def Acquire(self, namespace: str, request: pb.AcquireRequest) -> pb.AcquireResponse:
-        return await self._same_host.acquire(namespace, request)
-
-    @rpc
-    async def Release(self, namespace: str, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        return await self._same_host.release(namespace, request)
-
-    # -- streams --
-
-    @rpc
-    async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
-        return await self._streams.put(namespace, requests)
-
     # Writes instead of yielding: a generator that gRPC has left closes its handle some time later.
-    async def Get(  # type: ignore[override]
-        self, request: pb.GetRequest, context: Any
-    ) -> None:
-        async with self.calls.calling("Get", context) as namespace:
-            await self._streams.get(namespace, request, writer(context, self.stall_s))
-
     async def Refresh(  # type: ignore[override]
         self, requests: AsyncIterator[pb.RefreshRequest], context: Any
     ) -> None:
-        async with self.calls.calling("Refresh", context) as namespace:
-            await self.refreshes.serve(namespace, requests, writer(context, self.stall_s))
-
-
-__all__ = ["TierService"]
+        async with self.calling("Refresh", context) as namespace:
+            await self.refreshes.serve(namespace, requests, self.writer(context))

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from typing import Any
 
 from kvtier.errors import TierIntegrityError, UsageError
 from kvtier.tier.wire import frame_chunk
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.limits import Budget, Namespaces, Progress
-from kvtier_tierd.monitoring.metrics import TierMetrics
-from kvtier_tierd.service.calls import Write
+from kvtier_tierd.limits import Budget, Progress
+from kvtier_tierd.service.calls import Calls, Write, rpc
 from kvtier_tierd.service.requests import check_count, header_of, info_of, names_of
-from kvtier_tierd.stores.base import BlobName, BlobStore, Buffer, filled
+from kvtier_tierd.stores.base import BlobName, Buffer, filled
 
 # A chunk is an object of some hundred bytes: shorter ones than this are joined.
 JOINED_BYTES = 16 << 10
@@ -66,48 +66,26 @@ class Staged:
             yield memoryview(self._pieces.popleft())
 
 
-class Streams:
-    """The Puts and Gets of a service.
+class StreamCalls(Calls):
+    """Put and Get."""
 
-    chunk_bytes:    the longest chunk that is sent.
-    max_blob_bytes: larger blobs are refused.
-    budget:         counts what clients have sent and the store does not have yet.
-    stall_s:        how long a stream may stand still.
-    """
-
-    def __init__(
-        self,
-        store: BlobStore,
-        namespaces: Namespaces,
-        metrics: TierMetrics,
-        *,
-        chunk_bytes: int,
-        max_blob_bytes: int,
-        budget: Budget,
-        stall_s: float,
-    ) -> None:
-        self._store, self._namespaces, self._metrics = store, namespaces, metrics
-        self._chunk_bytes = chunk_bytes
-        self._max_blob_bytes, self._budget, self._stall_s = max_blob_bytes, budget, stall_s
-
-    async def put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
-        """One Put: a header, then chunks of payload. Raises KvtierError where it makes no sense,
-        stalls or finds no room."""
-        async with self._namespaces.transfer(namespace):
-            requests, progress = aiter(requests), Progress(self._stall_s)
+    @rpc
+    async def Put(self, namespace: str, requests: PutRequests) -> pb.PutResponse:
+        async with self.namespaces.transfer(namespace):
+            requests, progress = aiter(requests), Progress(self.options.stall_s)
             first = await progress.wait(anext(requests, None))
             if not isinstance(first, pb.PutRequest) or first.WhichOneof("part") != "header":
                 raise UsageError("put", "a header first", "none")
             (name,) = names_of(namespace, [first.header.key])
-            info = info_of(first.header, self._max_blob_bytes)
-            self._store.check(name, info)
-            if not first.replace and (await self._store.exists([name]))[0]:
+            info = info_of(first.header, self.options.max_blob_bytes)
+            self.store.check(name, info)
+            if not first.replace and (await self.store.exists([name]))[0]:
                 return pb.PutResponse(stored=False)
-            with closing(Staged(self._budget, namespace, info.num_bytes)) as staged:
+            with closing(Staged(self.budget, namespace, info.num_bytes)) as staged:
                 await self._receive(staged, namespace, requests, progress)
-                draft = await filled(self._store, name, info, staged.pieces())
-                await self._store.commit(draft)
-            self._metrics.moved("put", namespace, info.num_bytes, shared=False)
+                draft = await filled(self.store, name, info, staged.pieces())
+                await self.store.commit(draft)
+            self.metrics.moved("put", namespace, info.num_bytes, shared=False)
             return pb.PutResponse(stored=True)
 
     async def _receive(
@@ -120,31 +98,31 @@ class Streams:
             staged.add(request)
             progress.moved(len(request))
             # Nothing more is read meanwhile, so the client waits, too.
-            await self._namespaces.pace(namespace, len(request))
+            await self.namespaces.pace(namespace, len(request))
         staged.finish()
 
-    async def get(self, namespace: str, request: pb.GetRequest, write: Write) -> None:
-        """One Get: for each blob a header and its payload, or that it is missing. Raises
-        KvtierError where it makes no sense or its client stalls."""
-        async with self._namespaces.transfer(namespace):
+    # Writes instead of yielding: a generator that gRPC has left closes its handle some time later.
+    async def Get(self, request: pb.GetRequest, context: Any) -> None:
+        async with self.calling("Get", context) as namespace, self.namespaces.transfer(namespace):
             check_count("keys", request.keys)
+            write = self.writer(context)
             for name in names_of(namespace, request.keys):
                 await self._send(name, write)
 
     async def _send(self, name: BlobName, write: Write) -> None:
-        handle = await self._store.open(name)
+        handle = await self.store.open(name)
         if handle is None:
-            self._metrics.missed(name.namespace)
+            self.metrics.missed(name.namespace)
             await write(pb.GetResponse(missing=name.key))
             return
         try:
             await write(pb.GetResponse(header=header_of(name.key, handle.info)))
-            size = self._namespaces.chunk_bytes(name.namespace, self._chunk_bytes)
+            size = self.namespaces.chunk_bytes(name.namespace, self.options.chunk_bytes)
             for piece in handle.pieces:
                 for begin in range(0, len(piece), size):
                     chunk = frame_chunk(piece[begin : begin + size])
-                    await self._namespaces.pace(name.namespace, len(chunk))
+                    await self.namespaces.pace(name.namespace, len(chunk))
                     await write(chunk)
         finally:
             handle.close()
-        self._metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)
+        self.metrics.moved("get", name.namespace, handle.info.num_bytes, shared=False)

@@ -81,18 +81,15 @@ class Arena:
                     f"{directory}: {self.size} bytes wanted, {room.f_bavail * room.f_frsize} free; "
                     "ask for less (--memory), give it more, or serve without (--shared-memory off)"
                 )
-            return self._mapped_file(directory)
+            self.path, self._file = _locked_file(directory, self.token)
+            try:
+                os.posix_fallocate(self._file, 0, self.size)
+                return mmap.mmap(self._file, self.size)
+            except BaseException:
+                self._remove_file()
+                raise
         except OSError as error:
             raise TierUnavailableError(f"--shared-memory {directory}: {error}") from error
-
-    def _mapped_file(self, directory: Path) -> mmap.mmap:
-        with contextlib.ExitStack() as undo:
-            self.path, self._file = _locked_file(directory, self.token)
-            undo.callback(self._remove_file)
-            os.posix_fallocate(self._file, 0, self.size)
-            mapped = mmap.mmap(self._file, self.size)
-            undo.pop_all()
-            return mapped
 
     def _remove_file(self) -> None:
         if self.path is not None:

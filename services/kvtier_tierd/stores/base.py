@@ -240,16 +240,3 @@ async def filled(
         await store.abort(draft)
         raise
     return draft
-
-
-__all__ = [
-    "BlobInfo",
-    "BlobName",
-    "BlobStore",
-    "Draft",
-    "Handle",
-    "SharedFile",
-    "StoreResources",
-    "StoreStats",
-    "filled",
-]

@@ -49,18 +49,16 @@ class LayeredOptions(MemoryOptions, DiskOptions):
 class LayeredStore(BlobStore):
     """Memory in front of a disk; owns both stores.
 
-    behind_share: of the memory that blobs may take which wait for the disk.
     shed:         blobs that never got to disk; failed: times that the disk did not do its part.
+    behind_bytes: of the memory that blobs may take which wait for the disk.
     """
 
     options_type = LayeredOptions
 
-    def __init__(
-        self, memory: MemoryStore, disk: BlobStore, behind_share: float = BEHIND_SHARE
-    ) -> None:
+    def __init__(self, memory: MemoryStore, disk: BlobStore) -> None:
         self.memory, self.disk = memory, disk
         self.shed = self.failed = self.quarantined = 0
-        self._behind_bytes = int(behind_share * memory.account.capacity_bytes)
+        self.behind_bytes = int(BEHIND_SHARE * memory.account.capacity_bytes)
         self._waiting_bytes = 0
         self._queue: asyncio.Queue[tuple[BlobName, Handle]] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
@@ -113,14 +111,17 @@ class LayeredStore(BlobStore):
         handle = await self.memory.open(draft.name)
         if handle is None:
             return
-        if self._waiting_bytes + handle.info.num_bytes <= self._behind_bytes:
+        if self._waiting_bytes + handle.info.num_bytes <= self.behind_bytes:
             self._waiting_bytes += handle.info.num_bytes
             self._queue.put_nowait((draft.name, handle))
             return
         handle.close()
         self.shed += 1
         # An older blob of that name on disk would come back once memory has let go.
-        await self._forget_on_disk(draft.name)
+        try:
+            await self.disk.delete(draft.name)
+        except TierError as error:
+            self._lost("a blob could not be deleted", error)
 
     async def _write_behind(self) -> None:
         while True:
@@ -142,13 +143,6 @@ class LayeredStore(BlobStore):
                 handle.close()
                 self._waiting_bytes -= handle.info.num_bytes
                 self._queue.task_done()
-
-    async def _forget_on_disk(self, name: BlobName) -> bool:
-        try:
-            return await self.disk.delete(name)
-        except TierError as error:
-            self._lost("a blob could not be deleted", error)
-            return False
 
     def _lost(self, what: str, error: TierError) -> None:
         """Log the first failure of the disk only; a full disk fails for every blob."""
@@ -238,6 +232,3 @@ class LayeredStore(BlobStore):
 
     def check_integrity(self) -> list[str]:
         return self.memory.check_integrity() + self.disk.check_integrity()
-
-
-__all__ = ["LayeredStore"]

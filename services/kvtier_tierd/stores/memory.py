@@ -26,9 +26,6 @@ from kvtier_tierd.stores.base import (
 from kvtier_tierd.stores.lru import Entry, LruAccount
 from kvtier_tierd.stores.options import SIZE, Flag, StoreOptions
 
-HIGH_WATERMARK = 0.95
-LOW_WATERMARK = 0.90
-
 
 @dataclass
 class Blob:
@@ -58,22 +55,21 @@ class MemoryStore(BlobStore):
     capacity_bytes: of the arena. Every blob costs whole pages of 4096 bytes.
     quotas:         bytes by namespace.
     directory:      for the file that clients on the same host map; None: no shared memory.
-    watermarks:     once more than the second share of the capacity is used, least recently used
-                    blobs go until it is the first share, so that writers find room in one piece.
     """
 
     options_type = MemoryOptions
+    # Once more than the second share of the capacity is used, least recently used blobs go until it
+    # is the first share, so that writers find room in one piece.
+    watermarks = (0.90, 0.95)
 
     def __init__(
         self,
         capacity_bytes: int,
         quotas: Mapping[str, int] | None = None,
         directory: Path | None = None,
-        watermarks: tuple[float, float] = (LOW_WATERMARK, HIGH_WATERMARK),
     ) -> None:
         self.arena = Arena(capacity_bytes, directory)
         self.account = LruAccount(self.arena.capacity_bytes, quotas)
-        self.watermarks = watermarks
         self.quarantined = 0
         self._blobs: dict[BlobName, Blob] = {}
         self._at: dict[int, BlobName] = {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from kvtier.errors import UsageError
-from kvtier.sizes import format_size, parse_size
+from kvtier.sizes import format_size, parse_count, parse_size
 
 
 class ValueType(NamedTuple):
@@ -32,15 +32,8 @@ class ValueType(NamedTuple):
     metavar: str | None = None
 
 
-def _number(text: str, flag: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(flag, "a whole number", text) from None
-
-
 TEXT = ValueType(lambda text, flag: text)
-NUMBER = ValueType(_number)
+NUMBER = ValueType(parse_count)
 DIRECTORY = ValueType(lambda text, flag: Path(text), metavar="DIRECTORY")
 # 4096, 4k, 1m, 2g
 SIZE = ValueType(parse_size, format_size, "BYTES")
@@ -103,6 +96,3 @@ class StoreOptions:
             if text is not None:
                 values[name] = flag.type.parse(text, flag.name)
         return cls(**values)
-
-
-__all__ = ["DIRECTORY", "NUMBER", "SIZE", "SIZE_OR_ZERO", "TEXT", "Flag", "StoreOptions"]

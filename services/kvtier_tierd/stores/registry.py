@@ -49,6 +49,3 @@ def parse_store(kind: str, typed: Mapping[str, str | None]) -> StoreOptions:
     if kind not in options:
         raise UsageError("--store", f"one of {', '.join(STORES)}", kind)
     return options[kind]
-
-
-__all__ = ["STORES", "make_store", "parse_store", "store_flags"]

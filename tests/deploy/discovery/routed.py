@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from live_server import free_port, stop
-from waiting import SAFETY_S, wait_for
+from live_server import ask, free_port, running
+from waiting import wait_for
 
 from deploy.checks.manifests import Manifests
 
@@ -31,16 +28,13 @@ class Cluster:
         self.url, self.labels = f"http://127.0.0.1:{port}", dict(labels)
         self.pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
 
-    def ask(self, method: str, path: str, body: object = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-            return json.load(answer)
+    def ask(self, method: str, path: str, body: object = None) -> None:
+        status, text = ask(f"{self.url}{path}", body, method=method)
+        assert status < 300, text
 
     def answers(self) -> bool:
         try:
-            return bool(self.ask("GET", "/version"))
+            return ask(f"{self.url}/version")[0] == 200
         except OSError:
             return False
 
@@ -102,14 +96,10 @@ class Router:
             self.words.append(word)
 
     def ask(self, path: str, body: object = None, headers: Mapping[str, str] = {}) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        given = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}", **headers}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, given)
-        try:
-            with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{error}: {error.read().decode()}") from error
+        given = {"Authorization": f"Bearer {KEY}", **headers}
+        status, text = ask(f"http://127.0.0.1:{self.port}{path}", body, given)
+        assert status < 300, text
+        return json.loads(text)
 
     def engines(self) -> set[str]:
         """Addresses of those that it knows and that are well."""
@@ -132,7 +122,7 @@ def emulated_cluster(folder: Path) -> Iterator[Cluster]:
     port = free_port()
     cluster = Cluster(port, {"app.kubernetes.io/name": "kvtier-engine"})
     emulator = [sys.executable, str(Path(__file__).with_name("emulated_cluster.py")), str(port)]
-    with process(emulator, folder / "api.log"):
+    with running(emulator, folder / "api.log"):
         wait_for(cluster.answers)
         yield cluster
 
@@ -143,20 +133,5 @@ def routing(router: Router, cluster: Cluster, folder: Path) -> Iterator[Path]:
     command = [str(Path(sys.executable).with_name(router.words[0])), *router.words[1:]]
     log = folder / f"router-{router.port}.log"
     kubeconfig = cluster.configuration(folder / "kubeconfig")
-    with process(command, log, KUBECONFIG=str(kubeconfig)):
+    with running(command, log, env=os.environ | {"KUBECONFIG": str(kubeconfig)}):
         yield log
-
-
-@contextmanager
-def process(
-    command: Sequence[str], log: Path, **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as stream:
-        made = subprocess.Popen(
-            command, env=os.environ | environment, stdout=stream, stderr=stream,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield made
-    finally:
-        stop(made)

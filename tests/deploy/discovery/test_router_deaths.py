@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from live_server import free_port
-from routed import ADDRESSES, KEY, MODEL, Router, emulated_cluster, process, routing
-from waiting import SAFETY_S, wait_for
+from live_server import ask, free_port, listens, running
+from routed import ADDRESSES, KEY, MODEL, Router, emulated_cluster, routing
+from waiting import wait_for
 
 from deploy.checks.rendering import DEPLOY
 
@@ -50,18 +48,12 @@ def without_keeping(command: Sequence[str]) -> list[str]:
 def answered_by(port: int, session: int, num_bytes: int = LARGE_BYTES) -> str | None:
     """The address of the engine that answers a request of a session; None where it fails."""
     body = {"model": MODEL, "text": "x" * num_bytes}
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Bearer {KEY}",
-        "x-session-id": f"session-{session}",
-    }
-    url = f"http://127.0.0.1:{port}/generate"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    headers = {"Authorization": f"Bearer {KEY}", "x-session-id": f"session-{session}"}
     try:
-        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-            return str(json.load(answer)["from"])
+        status, text = ask(f"http://127.0.0.1:{port}/generate", body, headers)
     except OSError:
         return None
+    return str(json.loads(text)["from"]) if status == 200 else None
 
 
 def test_large_requests_outlive_an_engine_where_the_router_keeps_them(rendered):
@@ -79,12 +71,12 @@ def test_large_requests_outlive_an_engine_where_the_router_keeps_them(rendered):
         engines = {}
         for name, address in ADDRESSES.items():
             command = [sys.executable, script, address, str(engines_port)]
-            engines[address] = stack.enter_context(process(command, folder / f"{name}.log"))
+            engines[address] = stack.enter_context(running(command, folder / f"{name}.log"))
             wait_for(lambda address=address: listens(address, engines_port))
             cluster.add(name, address, ready=True, labels=cluster.labels)
         stack.enter_context(routing(production, cluster, folder))
         for port, command in commands.items():
-            stack.enter_context(process(command, folder / f"{port}.log"))
+            stack.enter_context(running(command, folder / f"{port}.log"))
         production.knows(*ADDRESSES)
         for port in commands:
             wait_for(lambda port=port: set(homes(port).values()) == {dead, alive})
@@ -108,8 +100,3 @@ def test_large_requests_outlive_an_engine_where_the_router_keeps_them(rendered):
 def homes(port: int) -> dict[int, str | None]:
     """Return which engine answers which session."""
     return {session: answered_by(port, session, 1) for session in range(SESSIONS)}
-
-
-def listens(address: str, port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((address, port)) == 0

@@ -165,9 +165,9 @@ def test_no_get_waits_for_puts_that_wait_for_the_tier_or_pause():
         assert fetch.wait(SAFETY_S), "the breaker opened while it waited"
         client.gate.set()
     with linked(breaker=Breaker(first_s=60.0)) as (link, client):
-        client.fails, link._calls.connected = TierUnavailableError("only puts"), True
+        client.fails, link.connected = TierUnavailableError("only puts"), True
         link.put([blob_of(1)])
-        wait_for(lambda: link._calls.put_breaker.is_open)
+        wait_for(lambda: link.put_breaker.is_open)
         assert link.healthy
         client.fails = None
         assert asking(link, 1).wait(SAFETY_S)

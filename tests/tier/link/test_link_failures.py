@@ -60,11 +60,11 @@ def test_of_a_tier_that_stays_away_nothing_more_is_held(monkeypatch):
 def test_a_put_that_nothing_helps_is_paced_and_does_not_stand_for_the_tier():
     clock = FakeClock()
     with linked(breaker=Breaker(first_s=0.02, longest_s=0.05, clock=clock)) as (link, client):
-        client.fails, link._calls.connected = TierUnavailableError("whenever this comes"), True
+        client.fails, link.connected = TierUnavailableError("whenever this comes"), True
         client.connect = lambda: None
         assert link.put([blob_of(1)]) == 1
         for attempt, about_s in enumerate((0.02, 0.04, 0.05, 0.05), start=1):
-            pause_s = wait_for(link._calls.put_breaker.seconds_to_probe)
+            pause_s = wait_for(link.put_breaker.seconds_to_probe)
             assert 0.75 * about_s <= pause_s <= 1.25 * about_s + 1e-9
             assert client.calls == attempt
             clock.now += pause_s + 1e-6
@@ -143,7 +143,7 @@ def test_a_bug_ends_neither_the_thread_nor_the_trust_in_the_tier(link, client, b
         raise bug
 
     if where == "put":
-        client.fails, link._calls.connected = bug, True
+        client.fails, link.connected = bug, True
         link.put([blob_of(1)])
         assert link.flush(SAFETY_S)
         client.fails = None

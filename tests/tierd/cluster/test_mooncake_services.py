@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from live_server import free_port, listens
 from live_tier import (
     LAYOUT,
     InProcessTier,
@@ -40,7 +41,7 @@ from live_tier import (
     live_tier,
     payload_of,
 )
-from mooncake_master import MIB, MooncakeMaster, connects, free_ports, options_of
+from mooncake_master import MIB, MooncakeMaster, options_of
 from waiting import SAFETY_S, FakeClock, wait_for
 
 from kvtier.errors import TierError, TierExhaustedError, TierUnavailableError
@@ -403,13 +404,13 @@ def test_the_commands_of_the_docs_make_one_cache_of_two_services(tmp_path, numbe
     page = (Path(__file__).resolve().parents[3] / "docs" / "tier.md").read_text()
     (master,) = re.findall(r"^mooncake_master .*--rpc_port=50051.*", page, re.MULTILINE)
     (tier,) = re.findall(r"^kvtier tier (.*--store mooncake .*)", page, re.MULTILINE)
-    port = str(free_ports(1)[0])
+    port = str(free_port())
     name, *flags = shlex.split(master.replace("50051", port))
     # Less memory than it says, and beside the masters of other tests.
-    command = [Path(sys.executable).with_name(name), *flags, f"--metrics_port={free_ports(1)[0]}"]
+    command = [Path(sys.executable).with_name(name), *flags, f"--metrics_port={free_port()}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_for(lambda: connects(int(port)))
+            wait_for(lambda: listens("127.0.0.1", int(port)))
             given = (*shlex.split(tier.replace("50051", port)), *FLAGS)
             with ExitStack() as stack:
                 one, other = (

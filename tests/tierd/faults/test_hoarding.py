@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -43,11 +44,7 @@ def nothing_held(tier):
 
 @pytest.mark.parametrize("sent_bytes", [0, 13 * MIB])
 def test_a_put_takes_room_from_others_when_all_of_it_is_there_and_not_before(sent_bytes):
-    with (
-        in_process() as tier,
-        raw_stub(tier.address) as stub,
-        connected(tier, "ada") as ada,
-    ):
+    with in_process() as tier, raw_stub(tier.address) as stub, connected(tier, "ada") as ada:
         keys = [key_of(number) for number in range(12)]
         for number in range(12):
             ada.put(blob_of(number, MIB))
@@ -105,7 +102,7 @@ def test_many_small_chunks_are_one_payload():
 
 def running_gets(tier):
     return tier.call(
-        lambda: sum("/Get]" in task.get_name() for task in tier.server.service.calls.running)
+        lambda: sum("/Get]" in task.get_name() for task in tier.server.service.running)
     )
 
 
@@ -113,7 +110,8 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
     with in_process() as tier, raw_stub(tier.address) as stub:
         with connected(tier) as client:
             client.put(blob_of(1, 14 * MIB))
-        tier.server.service.stall_s = 0.2
+        service = tier.server.service
+        service.options = replace(service.options, stall_s=0.2)
         more_than_any_window = pb.GetRequest(keys=[key_of(1)] * 16)
         call = stub.Get(more_than_any_window)
         wait_for(lambda: running_gets(tier) == 1)
@@ -128,7 +126,7 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
             wait_for(lambda: nothing_held(tier))
             assert running_gets(tier) == 1, "until it reads, or goes"
             gone.cancel()
-            wait_for(lambda: not tier.server.service.calls.running)
+            wait_for(lambda: not tier.server.service.running)
     assert caplog.records == [], "it is no bug of ours"
     assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics
 

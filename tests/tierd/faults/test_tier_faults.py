@@ -168,10 +168,9 @@ def test_a_service_that_is_killed_or_hangs(tmp_path, memory_directory, fault):
     stay and no answer comes, and when it comes it is too late."""
     flags = ("--memory", "4m", "--shared-memory", str(memory_directory))
     with live_tier(tmp_path, *flags) as tier, fleet(tier.address) as engines:
-        began, ended = {
-            "kill -9": (tier.kill, tier.start),
-            "SIGSTOP": (tier.pause, tier.resume),
-        }[fault]
+        began, ended = {"kill -9": (tier.kill, tier.start), "SIGSTOP": (tier.pause, tier.resume)}[
+            fault
+        ]
         faults = 0
         while engines.failed < HITS or faults < 5:
             engines.load()

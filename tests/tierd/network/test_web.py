@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+from live_server import free_port
 from live_tier import ask, blob_of, connected, fetch, in_process, key_of, live_tier
-from mooncake_master import free_ports
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import SAFETY_S
 
@@ -43,8 +43,8 @@ def test_a_service_that_serves_is_alive_and_ready_and_one_that_stands_still_is_n
 
 def test_a_service_that_recovers_its_store_is_alive_and_not_ready(monkeypatch):
     """Orchestrators kill what does not answer; recovering a large disk store takes its time."""
-    (port,), asked = free_ports(1), []
-    tier = SimpleNamespace(server=SimpleNamespace(web=SimpleNamespace(port=port)))
+    port, asked = free_port(), []
+    tier = SimpleNamespace(server=SimpleNamespace(web=SimpleNamespace(server_port=port)))
 
     async def recover(store: MemoryStore) -> None:
         asked.extend([await asyncio.to_thread(ask, tier, path) for path in ("/livez", "/readyz")])

@@ -205,8 +205,8 @@ def test_contexts_that_wait_may_not_pin_everything(
         monkeypatch.setattr(near_data, limit, value)
         with pytest.raises(TierExhaustedError, match=named):
             NearData.open(client, context, Deadline(SAFETY_S))
-    wait_for(lambda: service.server.refreshes._sessions.total() == 0)
-    assert service.server.refreshes._pinned_bytes == 0
+    wait_for(lambda: service.server.service.refreshes._sessions.total() == 0)
+    assert service.server.service.refreshes._pinned_bytes == 0
 
 
 # ---- a service that does not refresh, dies or lies

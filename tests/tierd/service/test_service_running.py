@@ -33,16 +33,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from otlp_collector import collecting
 from waiting import SAFETY_S, wait_for
 
-from kvtier.errors import (
-    TierExhaustedError,
-    TierProtocolError,
-    TierUnavailableError,
-    UsageError,
-)
+from kvtier.errors import TierExhaustedError, TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.tracing import TracingInterceptor
 from kvtier.v1 import tier_pb2 as pb
-from kvtier_tierd.monitoring.tracing import NoTraces, open_traces
+from kvtier_tierd.monitoring.tracing import OtlpTraces
 from kvtier_tierd.server import SERVICE_NAME
 from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
 from kvtier_tierd.stores.base import BlobInfo, BlobName
@@ -260,9 +255,11 @@ def test_every_call_in_a_span_is_a_span_of_client_and_service_in_one_trace():
 
 def test_without_an_endpoint_nothing_is_traced_and_no_library_is_there(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    assert isinstance(open_traces(None), NoTraces)
+    with in_process() as tier, connected(tier) as client:
+        assert tier.server.traces is None
+        assert client.put(blob_of(1))
     with pytest.raises(UsageError, match=r"^--otlp-traces-endpoint: expected .*tracing"):
-        open_traces("localhost:4317")
+        OtlpTraces("localhost:4317")
 
 
 def test_a_collector_that_is_away_costs_no_call():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_blobs import SIZE, blob_name, get, held, info_of, payload_of, put
+from store_blobs import SIZE, blob_name, get, held, info_of, memory_store, payload_of, put
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier_tierd.stores.arena import pages
@@ -21,18 +21,16 @@ from kvtier_tierd.stores.disk.store import DiskStore
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
 
-NO_WATERMARKS = (1.0, 1.0)
 COST = pages(SIZE)
 DISK_COST = cost(info_of(payload_of(0)))
 
 
 @contextlib.asynccontextmanager
 async def layered(
-    directory: Path, memory_blobs: int = 4, disk_bytes: int = 1 << 20, **options
+    directory: Path, memory_blobs: int = 4, disk_bytes: int = 1 << 20
 ) -> AsyncIterator[LayeredStore]:
-    memory = MemoryStore(memory_blobs * COST, watermarks=NO_WATERMARKS)
-    disk = DiskStore(directory / "disk", disk_bytes, sync=False)
-    store = LayeredStore(memory, disk, **options)
+    memory, disk = memory_store(memory_blobs * COST), DiskStore(directory / "disk", disk_bytes)
+    store = LayeredStore(memory, disk)
     await store.start()
     yield store
     await store.settle()
@@ -74,7 +72,7 @@ async def test_what_memory_serves_is_not_what_the_disk_evicts_nor_after_a_restar
 
 
 async def test_what_waits_for_the_disk_takes_a_share_of_memory_and_no_more(tmp_path):
-    async with layered(tmp_path, memory_blobs=8, behind_share=0.5) as store:
+    async with layered(tmp_path, memory_blobs=16) as store:
         for number in range(20):
             await put(store, blob_name(number), payload_of(number))
             assert store._waiting_bytes <= 4 * COST

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from store_blobs import SIZE, blob_name, get, held, payload_of, put, reserve
+from store_blobs import SIZE, blob_name, get, held, memory_store, payload_of, put, reserve
 from store_contract import StoreContract
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
@@ -17,26 +17,26 @@ from kvtier_tierd.stores.arena import PAGE, Arena, pages, remove_leftovers
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
 
-# Tests that count blobs would miss what is evicted ahead of time.
-NO_WATERMARKS = (1.0, 1.0)
 COST = pages(SIZE)
 
 
 class TestMemoryStoreContract(StoreContract):
     @staticmethod
     def make_store(directory, capacity_bytes, quotas):
-        return MemoryStore(capacity_bytes, quotas, watermarks=NO_WATERMARKS)
+        return memory_store(capacity_bytes, quotas)
 
 
 class TestLayeredStoreContractWhileNothingGetsToDisk(StoreContract):
     @staticmethod
     def make_store(directory, capacity_bytes, quotas):
-        memory = MemoryStore(capacity_bytes, quotas, watermarks=NO_WATERMARKS)
-        return LayeredStore(memory, MemoryStore(capacity_bytes, quotas), behind_share=0.0)
+        memory = memory_store(capacity_bytes, quotas)
+        store = LayeredStore(memory, MemoryStore(capacity_bytes, quotas))
+        store.behind_bytes = 0
+        return store
 
 
 async def test_beyond_the_high_watermark_the_oldest_go_until_the_low_one():
-    store = MemoryStore(20 * COST, watermarks=(0.5, 0.9))
+    store = memory_store(20 * COST, watermarks=(0.5, 0.9))
     await put(store, blob_name(0), payload_of(0))
     handle = await store.open(blob_name(0))
     for number in range(1, 18):
@@ -50,7 +50,7 @@ async def test_beyond_the_high_watermark_the_oldest_go_until_the_low_one():
 
 async def test_making_room_in_one_piece_evicts_no_more_than_lies_there():
     """Even where the least recently used blobs are scattered all over."""
-    store = MemoryStore(200 * COST, watermarks=NO_WATERMARKS)
+    store = memory_store(200 * COST)
     for number in range(200):
         await put(store, blob_name(number), payload_of(number))
     for number in sorted(range(200), key=lambda number: (number * 77) % 200):
@@ -62,7 +62,7 @@ async def test_making_room_in_one_piece_evicts_no_more_than_lies_there():
 
 
 async def test_where_pinned_blobs_leave_no_room_in_one_piece_it_is_exhausted():
-    store = MemoryStore(3 * COST, watermarks=NO_WATERMARKS)
+    store = memory_store(3 * COST)
     for number in range(3):
         await put(store, blob_name(number), payload_of(number))
     handle = await store.open(blob_name(1))

@@ -26,7 +26,7 @@ from kvtier_tierd.stores.registry import STORES, make_store, parse_store, store_
 class TestDiskStoreContract(StoreContract):
     @staticmethod
     def make_store(directory, capacity_bytes, quotas):
-        return DiskStore(directory / "disk", capacity_bytes, quotas, sync=False)
+        return DiskStore(directory / "disk", capacity_bytes, quotas)
 
 
 # These stores are held to the contract here and in files of their own, made with more than their

@@ -57,12 +57,10 @@ class DiskIndex:
     """The rows of one store. One thread at a time; raises OSError and lmdb.Error.
 
     directory: of the index alone; its parent takes what is set aside.
-    sync:      whether a write waits for the disk.
     """
 
-    def __init__(self, directory: Path, *, sync: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._sync = sync
         self._environment: lmdb.Environment | None = None
 
     def open(self) -> dict[BlobName, Row]:
@@ -121,8 +119,7 @@ class DiskIndex:
         if self._environment is not None:
             environment, self._environment = self._environment, None
             try:
-                if self._sync:
-                    environment.sync(True)
+                environment.sync()
             finally:
                 environment.close()
 
@@ -130,9 +127,12 @@ class DiskIndex:
         if self._environment is None:
             # No lock of LMDB's own: the directory's lock keeps others out, one thread comes in.
             self._environment = lmdb.open(
-                str(self.directory), map_size=FIRST_MAP_BYTES, mode=0o600, lock=False,
-                metasync=False, sync=self._sync,
-            )  # fmt: skip
+                str(self.directory),
+                map_size=FIRST_MAP_BYTES,
+                mode=0o600,
+                lock=False,
+                metasync=False,
+            )
             if self._environment.stat()["entries"] == 0:
                 with self._environment.begin(write=True) as transaction:
                     transaction.put(FORMAT_KEY, FORMAT)

@@ -54,27 +54,9 @@ class Payload(NamedTuple):
     buffer: Buffer
 
 
-class Batch(NamedTuple):
-    """The content of one write to disk.
-
-    payloads: new blobs; of two with the same name the later one stays.
-    rows:     what the index shall say of other names; None: nothing.
-    doomed:   files that no row refers to once this is written.
-    """
-
-    payloads: Sequence[Payload]
-    rows: Mapping[BlobName, Row | None]
-    doomed: Sequence[str]
-
-
 def cost(info: BlobInfo) -> int:
     """Bytes of the budget that a blob takes: whole blocks, and what is kept beside the payload."""
     return _blocks(info.num_bytes) + _blocks(ROW_BYTES + 2 * len(info.layout))
-
-
-def new_file() -> str:
-    """An ID for a payload's file."""
-    return os.urandom(16).hex()
 
 
 class DiskMedium:
@@ -83,15 +65,12 @@ class DiskMedium:
     `read` may be called from any thread, the others by one at a time. What the operating system or
     LMDB raises comes out as TierExhaustedError where the disk is full and as TierUnavailableError
     otherwise, naming the directory.
-
-    sync: whether a write waits for the disk; see store.py for what survives without.
     """
 
-    def __init__(self, directory: Path, *, sync: bool = True) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._sync = sync
         self._payloads = directory / "payload"
-        self._index = DiskIndex(directory / "index", sync=sync)
+        self._index = DiskIndex(directory / "index")
         self._lock: int | None = None
 
     def open(self) -> dict[BlobName, Row]:
@@ -108,14 +87,23 @@ class DiskMedium:
                 self._take_lock()
                 rows = self._whole(self._index.open())
                 for path in directories:
-                    self._sync_directory(path)
+                    _sync_directory(path)
         except BaseException:
             self.close()
             raise
         return dict(sorted(rows.items(), key=lambda item: item[1].used))
 
-    def write(self, batch: Batch) -> dict[str, TierError]:
-        """Bring a batch to disk; returns, by file, which payloads failed and why.
+    def write(
+        self,
+        payloads: Sequence[Payload],
+        rows: Mapping[BlobName, Row | None],
+        doomed: Sequence[str],
+    ) -> dict[str, TierError]:
+        """Bring blobs to disk; returns, by file, which payloads failed and why.
+
+        payloads: new blobs; of two with the same name the later one stays.
+        rows:     what the index shall say of other names; None: nothing.
+        doomed:   files that no row refers to once this is written.
 
         Raises TierError where no payload was kept, and the rows have to be written again because
         the index may say anything of them.
@@ -123,14 +111,14 @@ class DiskMedium:
         with self._errors():
             if self._lock is None:
                 raise TierUnavailableError(f"{self.directory}: not open")
-            for file in batch.doomed:
+            for file in doomed:
                 self._path(file).unlink(missing_ok=True)
             try:
-                failed = self._write_payloads(batch.payloads)
-                kept = [one for one in batch.payloads if one.row.file not in failed]
-                self._index.write({**batch.rows, **{one.name: one.row for one in kept}})
+                failed = self._write_payloads(payloads)
+                kept = [one for one in payloads if one.row.file not in failed]
+                self._index.write({**rows, **{one.name: one.row for one in kept}})
             except BaseException:
-                self._discard(one.row.file for one in batch.payloads)
+                self._discard(one.row.file for one in payloads)
                 raise
         return failed
 
@@ -209,15 +197,17 @@ class DiskMedium:
             files = {}
             for one in payloads:
                 with self._failing(one.row.file, failed):
-                    files[one.row.file] = file = self._create(one.row.file)
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                    file = os.open(self._path(one.row.file), flags, 0o600)
+                    files[one.row.file] = file
                     open_files.callback(os.close, file)
                     _write_all(file, one.buffer)
             for name, file in files.items():
                 with self._failing(name, failed):
-                    if self._sync and name not in failed:
+                    if name not in failed:
                         os.fdatasync(file)
         if len(failed) < len(payloads):
-            self._sync_directory(self._payloads)
+            _sync_directory(self._payloads)
         return failed
 
     @contextlib.contextmanager
@@ -228,10 +218,6 @@ class DiskMedium:
         except OSError as error:
             self._discard([file])
             failed[file] = self._tier_error(error)
-
-    def _create(self, file: str) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return os.open(self._path(file), flags, 0o600)
 
     def _discard(self, files: Iterable[str]) -> None:
         """Unlink what no row refers to; what cannot be unlinked now is at the next start."""
@@ -248,14 +234,6 @@ class DiskMedium:
     def _path(self, file: str) -> Path:
         return self._payloads / f"{file}.kv"
 
-    def _sync_directory(self, path: Path) -> None:
-        if self._sync:
-            directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         try:
@@ -269,6 +247,14 @@ class DiskMedium:
         if code in FULL:
             return TierExhaustedError(f"{self.directory}: the disk is full: {error}")
         return TierUnavailableError(f"{self.directory}: {error}")
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _write_all(file: int, payload: Buffer) -> None:

@@ -2,12 +2,10 @@
 
 What survives, of blobs whose commit has returned:
 
-    the process is killed (kill -9)      all of them, with `sync` and without
-    the system crashes, power is lost    with `sync`, all but those that the last write stored or
-                                         replaced, as far as the disk does what it is told; each is
-                                         whole or not there.
-                                         without, any number are lost, and some may be there with
-                                         wrong bytes, which their checksums tell
+    the process is killed (kill -9)      all of them
+    the system crashes, power is lost    all but those that the last write stored or replaced, as
+                                         far as the disk does what it is told; each is whole or not
+                                         there
     the disk loses or damages a file     the others; that one is a miss
     the index is damaged                 none: the store starts empty
 
@@ -24,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +46,7 @@ from kvtier_tierd.stores.base import (
     StoreStats,
 )
 from kvtier_tierd.stores.disk.index import Row
-from kvtier_tierd.stores.disk.medium import DiskMedium, Payload, cost, new_file
+from kvtier_tierd.stores.disk.medium import DiskMedium, Payload, cost
 from kvtier_tierd.stores.disk.writer import GroupWriter
 from kvtier_tierd.stores.lru import Entry, LruAccount
 from kvtier_tierd.stores.options import DIRECTORY, SIZE, Flag, StoreOptions
@@ -91,7 +90,6 @@ class DiskStore(BlobStore):
                     more, with a layout of more than 1.5 KiB) for its row, inode and name. At no
                     time is more than that on disk, besides what an empty store takes.
     quotas:         bytes by namespace, counted alike.
-    sync:           whether a commit waits for the disk.
     budget:         of what is read; where it is used up `open` raises TierExhaustedError.
     """
 
@@ -102,14 +100,12 @@ class DiskStore(BlobStore):
         directory: Path,
         capacity_bytes: int,
         quotas: Mapping[str, int] | None = None,
-        *,
-        sync: bool = True,
         budget: Budget | None = None,
     ) -> None:
         self.budget = Budget(sys.maxsize) if budget is None else budget
         self.account = LruAccount(capacity_bytes, quotas)
         self.quarantined = 0
-        self._medium = DiskMedium(directory, sync=sync)
+        self._medium = DiskMedium(directory)
         self._writer = GroupWriter(self._medium, self._row_of, self._settle)
         self._readers = ThreadPoolExecutor(READERS, "disk-store-reader")
         self._blobs: dict[BlobName, Blob] = {}
@@ -167,7 +163,7 @@ class DiskStore(BlobStore):
     async def commit(self, draft: Draft) -> None:
         """Commit a draft as the interface says; where this fails, the draft's room is given back,
         too."""
-        row = Row(new_file(), draft.info, self._tick())
+        row = Row(secrets.token_hex(16), draft.info, self._tick())
         await self._writer.write(Payload(draft.name, row, draft.buffer))
 
     async def abort(self, draft: Draft) -> None:

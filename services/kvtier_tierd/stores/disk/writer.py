@@ -10,16 +10,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvtier_tierd.stores.base import BlobName
 from kvtier_tierd.stores.disk.index import Row
-from kvtier_tierd.stores.disk.medium import Batch, DiskMedium, Payload
+from kvtier_tierd.stores.disk.medium import DiskMedium, Payload
 
 GROUP = 64  # payloads written together; bounds how long the first of them waits
 USES_PER_WRITE = 256
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -76,17 +75,14 @@ class GroupWriter:
         while self._task is not None:
             await asyncio.wait([self._task])
         try:
-            await self.run(self._medium.write, self._batch([], uses=len(self._used)))
+            await self.run(self._medium.write, [], *self._noted(len(self._used)))
         finally:
             await self.run(self._medium.close)
             self._thread.shutdown()
 
-    async def run(
-        self, call: Callable[Arguments, Result],
-        *args: Arguments.args, **kwargs: Arguments.kwargs,
-    ) -> Result:  # fmt: skip
+    def run(self, call: Callable[..., Result], *arguments: Any) -> asyncio.Future[Result]:
         """Make a call in the writing thread."""
-        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     def check(self, rows: Mapping[BlobName, Row], files: set[str]) -> list[str]:
         """Return the differences between the disk and what it should hold, besides what is not
@@ -105,37 +101,34 @@ class GroupWriter:
             self._task = None
 
     async def _write_group(self, group: Sequence[Waiter]) -> None:
-        batch = self._batch([one.payload for one in group if one.payload is not None])
+        payloads = [one.payload for one in group if one.payload is not None]
+        rows, doomed = self._noted(USES_PER_WRITE)
         failed: Mapping[str, Exception] = {}
         everything: Exception | None = None
         try:
-            failed = await self.run(self._medium.write, batch)
+            failed = await self.run(self._medium.write, payloads, rows, doomed)
         except Exception as error:
             # Even of a bug those who wait have to hear.
             everything = error
-            unknown = [*batch.rows, *(payload.name for payload in batch.payloads)]
+            unknown = [*rows, *(payload.name for payload in payloads)]
             self.changed.update(dict.fromkeys(unknown))
-            self.doomed += batch.doomed
+            self.doomed += doomed
         for waiter in group:
             payload = waiter.payload
             why = everything or (failed.get(payload.row.file) if payload is not None else None)
             if payload is not None and self._settle(payload, why):
                 self._waiters.append(waiter)
+            elif waiter.done.done():  # cancelled
+                continue
+            elif why is None:
+                waiter.done.set_result(None)
             else:
-                _resolve(waiter.done, why)
+                waiter.done.set_exception(why)
 
-    def _batch(self, payloads: Sequence[Payload], uses: int = USES_PER_WRITE) -> Batch:
+    def _noted(self, uses: int) -> tuple[dict[BlobName, Row | None], list[str]]:
+        """Return the rows that changed, with so many uses, and the files to unlink, for a write."""
         for _ in range(min(uses, len(self._used))):
             self.changed[self._used.popitem()[0]] = None
-        batch = Batch(payloads, {name: self._row_of(name) for name in self.changed}, self.doomed)
+        rows, doomed = {name: self._row_of(name) for name in self.changed}, self.doomed
         self.changed, self.doomed = {}, []
-        return batch
-
-
-def _resolve(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():  # cancelled
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+        return rows, doomed

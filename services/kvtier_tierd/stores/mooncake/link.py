@@ -107,14 +107,9 @@ class MooncakeLink:
         """The address from which this machine reaches the master."""
         host, port = self.options.master_address
         try:
-            connecting = asyncio.open_connection(host.strip("[]"), port)
-            _, writer = await asyncio.wait_for(connecting, CONNECT_S)
+            address = await reached_from(host, port, CONNECT_S)
         except (OSError, TimeoutError) as error:
             raise self._unavailable(str(error) or "no answer") from error
-        address = str(writer.get_extra_info("sockname")[0])
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
         return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
 
     def _setup(self, hostname: str) -> tuple[Any, Any]:
@@ -226,6 +221,18 @@ class MooncakeLink:
         return TierUnavailableError(f"--mooncake-master {self.options.master}: {why}")
 
 
+async def reached_from(host: str, port: int, timeout_s: float) -> str:
+    """Return the address of this machine from which it reaches a process that listens there. Raises
+    OSError or TimeoutError where none does."""
+    async with asyncio.timeout(timeout_s):
+        _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    address = str(writer.get_extra_info("sockname")[0])
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return address
+
+
 def check_memory(options: MooncakeOptions) -> None:
     """Raises TierExhaustedError for a segment that would have the process killed later: its pages
     are taken only as they are written."""
@@ -263,6 +270,3 @@ def _answer(function: Any, arguments: tuple[Any, ...]) -> Any:
         return function(*arguments)
     except Exception as error:
         return error
-
-
-__all__ = ["Extent", "MooncakeLink"]

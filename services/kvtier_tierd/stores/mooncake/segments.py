@@ -7,11 +7,10 @@ the master says that it is there until it drops the segment.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
-from kvtier_tierd.stores.mooncake.link import PROBE_S, MooncakeLink
+from kvtier_tierd.stores.mooncake.link import PROBE_S, MooncakeLink, reached_from
 from kvtier_tierd.stores.mooncake.options import P2P
 
 SILENT_S = 10.0  # the master's client_ttl
@@ -59,14 +58,9 @@ async def listens(address: str) -> bool:
     """Return whether a process listens at this host:port."""
     host, _, port = address.rpartition(":")
     try:
-        connecting = asyncio.open_connection(host.strip("[]"), int(port))
-        _, writer = await asyncio.wait_for(connecting, PROBE_S)
+        await reached_from(host, int(port), PROBE_S)
     except (OSError, TimeoutError):
         return False
     except ValueError:
-        return True  # no address that could be asked
-    writer.close()
+        pass  # no address that could be asked
     return True
-
-
-__all__ = ["SilentSegments"]

@@ -20,7 +20,7 @@ ROOM = 100 * COST
 @asynccontextmanager
 async def opened(directory: Path, capacity_bytes: int = ROOM, quotas: Any = None) -> Any:
     """A store that is healthy at the end, and closed."""
-    store = DiskStore(directory, capacity_bytes, quotas, sync=False)
+    store = DiskStore(directory, capacity_bytes, quotas)
     await store.start()
     try:
         yield store

@@ -97,7 +97,7 @@ def test_an_index_that_a_full_disk_has_no_room_for_is_no_damage(small_disk, free
     neighbour = small_disk / "neighbour"
     info = info_of(payload_of(0))
     rows = {blob_name(n): disk_index.Row(f"{n:032x}", info, n) for n in range(400)}
-    index = disk_index.DiskIndex(small_disk / "index", sync=False)
+    index = disk_index.DiskIndex(small_disk / "index")
     index.directory.mkdir()
     assert index.open() == {}
     with neighbour.open("wb", buffering=0) as file, contextlib.suppress(OSError):

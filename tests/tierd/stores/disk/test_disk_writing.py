@@ -23,9 +23,9 @@ def test_commits_that_wait_for_each_other_share_a_write(directory, monkeypatch):
     batches = []
     write = DiskMedium.write
 
-    def counting(self, batch):
-        batches.append(len(batch.payloads))
-        return write(self, batch)
+    def counting(self, payloads, *noted):
+        batches.append(len(payloads))
+        return write(self, payloads, *noted)
 
     monkeypatch.setattr(DiskMedium, "write", counting)
 
@@ -54,8 +54,8 @@ async def test_a_writer_that_gives_up_waiting_leaves_everything_in_order(directo
 async def test_it_never_holds_more_bytes_on_disk_than_it_may(directory, monkeypatch):
     capacity, write = 20 * COST, DiskMedium.write
 
-    def weighed(self, batch):
-        failed = write(self, batch)
+    def weighed(self, *batch):
+        failed = write(self, *batch)
         sizes = [path.stat().st_blocks * 512 for path in payload_files(directory)]
         assert sum(sizes) + 4096 * len(sizes) <= capacity
         return failed
@@ -78,7 +78,7 @@ async def test_readers_that_go_before_the_payload_is_there_give_its_memory_back(
     """The next one reads it anew; a budget that is used up is said, and not a miss."""
     payload, reading, go_on = payload_of(1), threading.Event(), threading.Event()
     budget = Budget(2 * len(payload))
-    store = DiskStore(tmp_path, ROOM, sync=False, budget=budget)
+    store = DiskStore(tmp_path, ROOM, budget=budget)
     await store.start()
     for number in (1, 2):
         await put(store, blob_name(number), payload_of(number))
