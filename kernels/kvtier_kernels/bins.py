@@ -68,6 +68,3 @@ class Bins:
 
     def _of(self, x: torch.Tensor) -> torch.Tensor:
         return self._index.unsqueeze(1).expand_as(x)
-
-
-__all__ = ["UNMERGED", "Bins"]

@@ -34,6 +34,3 @@ def long_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         right = b[:, :whole].reshape(heads, -1, _CHUNK_TOKENS, columns)
         out += (left @ right).sum(1, dtype=torch.float64)
     return out
-
-
-__all__ = ["blocks", "long_product"]

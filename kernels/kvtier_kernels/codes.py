@@ -283,17 +283,3 @@ def _decoded(page: torch.Tensor, shape: CodedShape, rows: int, width: int) -> to
     stored = page[:, stop : stop + rows * width * _SCALE_BYTES].contiguous().view(torch.float16)
     scale, offset = stored.float().view(len(page), 2, rows, width, 1).unbind(1)
     return offset + scale * codes
-
-
-__all__ = [
-    "CODED_ENTRY_BITS",
-    "PLANES",
-    "CodedShape",
-    "coded_shape",
-    "decode",
-    "decoded_entries",
-    "encode",
-    "feedback",
-    "recoded",
-    "rotated",
-]

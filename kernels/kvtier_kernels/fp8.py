@@ -57,6 +57,3 @@ def as_stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
 def restored(x: torch.Tensor, scale: float) -> torch.Tensor:
     """The numbers that x `as_stored` stands for, to compute with. x: fp8, or widened."""
     return widened(x) if scale == 1.0 else x.float() * scale
-
-
-__all__ = ["FP8_DTYPES", "as_stored", "narrowed", "put", "raw", "restored", "take", "widened"]

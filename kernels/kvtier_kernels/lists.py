@@ -114,8 +114,6 @@ class ListKernels(ABC):
                is. A CUDA graph that records this plans at every replay, from tables, rows and dense
                at the same addresses. It is filled for whatever shapes of queries it was used with:
                use it once before recording, and for extending, where they change, make plans anew.
-
-        Returns the plan. Raises ValueError for tables or an `into` that do not fit.
         """
 
     @abstractmethod
@@ -142,28 +140,3 @@ class ListKernels(ABC):
 
         q: [tokens, heads, group, dim]; request i owns the rows q_indptr[i]:q_indptr[i + 1].
         """
-
-
-def check_tables(
-    tables: ListTables, rows: torch.Tensor, dense: torch.Tensor, layers: int, heads: int
-) -> None:
-    """Raise ValueError, naming the argument, for what `ListKernels.plan` cannot take."""
-    columns = layers * heads
-    for name, table in (("words", tables.words), ("pages", tables.pages)):
-        if table.ndim != 2 or table.shape[1] != columns or not table.is_contiguous():
-            raise ValueError(
-                f"tables.{name}: expected [rows, {columns}] in one piece, {layers} layers of "
-                f"{heads} heads, got {tuple(table.shape)}"
-            )
-    if rows.numel() != dense.numel():
-        raise ValueError(f"dense: expected {rows.numel()} requests, got {dense.numel()}")
-
-
-__all__ = [
-    "ENTRY_BITS",
-    "PAGE_CELLS",
-    "CellKV",
-    "ListKernels",
-    "ListTables",
-    "check_tables",
-]

@@ -70,13 +70,8 @@ def assign(keys: torch.Tensor, kept: torch.Tensor, floor: float = 0.8) -> Assign
     keys:  `[heads, tokens, dim]`, as attended to (rotated)
     kept:  `[heads, count]` int64, distinct, count >= 1
     floor: an entry is unmerged unless more similar than this; 1 merges nothing
-    Keys that are not numbers are like no other. Raises ValueError for bad shapes.
+    Keys that are not numbers are like no other.
     """
-    if keys.ndim != 3 or kept.ndim != 2 or kept.shape[0] != keys.shape[0] or not kept.shape[1]:
-        raise ValueError(
-            "keys and kept: expected [heads, tokens, dim] and [heads, count >= 1], got "
-            f"{tuple(keys.shape)} and {tuple(kept.shape)}"
-        )
     heads, tokens, _ = keys.shape
     count = kept.shape[1]
     is_kept = torch.zeros(heads, tokens, dtype=torch.bool, device=keys.device)
@@ -95,28 +90,25 @@ def merge_bins(
     logits: torch.Tensor,
     assignment: Assignment,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    *,
-    attention_power: float = 1.0,
 ) -> Entries:
     """Merge every bin.
 
     logits:    `[heads, group, tokens]` of the entries, without votes
     logits_of: the same logits of any keys `[heads, n, dim]`, for votes of the key as it is stored
     Returns `[heads, count, dim]` in the entries' dtype, log-votes `[heads, group, count]`. An entry
-    that took in no other stays bit for bit what it was. Raises ValueError for bad shapes.
+    that took in no other stays bit for bit what it was.
 
     What a group shares: an entry whose log-mass is off by ε and whose value by Δ moves the output
     of query head g by about A_g·(ε, Δ), where A_g is the attention that g pays to the bin. The sum
-    of squares is least for the mean of the heads' own λ with weights A_g², the `attention_power`.
-    A power of 1 is a little worse for the queries that gave the logits, and better for later ones
+    of squares is least for the mean of the heads' own λ with weights A_g². The weights here are
+    A_g: a little worse for the queries that gave the logits, and better for later ones
     (tests/retention/test_keepkv.py draws such queries).
     """
-    _check(entries, logits, assignment)
     kernels = selection_kernels(assignment.target.device)
     bins = kernels.bins(assignment.target, assignment.kept.shape[1])
     log_shares, mass = bins.log_softmax(entries.log_votes.float() + logits.float())
     log_attention = mass - torch.logsumexp(mass, dim=-1, keepdim=True)
-    voices = torch.softmax(attention_power * log_attention, dim=1)
+    voices = torch.softmax(log_attention, dim=1)
     weights = (bins.spread(voices) * log_shares.exp()).sum(1)
     k = bins.mix(weights, entries.k).to(entries.k.dtype)
     v = bins.mix(weights, entries.v).to(entries.v.dtype)
@@ -174,28 +166,3 @@ def _weighted_mean(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     for part in blocks(tokens, heads * dim):
         out += long_product(weights[..., part], x[:, part].float())
     return out.to(x.dtype)
-
-
-def _check(entries: Entries, logits: torch.Tensor, assignment: Assignment) -> None:
-    heads, tokens, _ = entries.k.shape
-    rows, group = entries.log_votes.shape[1], logits.shape[1]
-    for name, shape, expected in (
-        ("entries.log_votes", entries.log_votes.shape, (heads, rows, tokens)),
-        ("logits", logits.shape, (heads, group, tokens)),
-        ("assignment.target", assignment.target.shape, (heads, tokens)),
-    ):
-        if tuple(shape) != expected:
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(shape)}")
-    if rows not in (1, group):
-        raise ValueError(f"entries.log_votes: expected 1 or {group} rows per head, got {rows}")
-
-
-__all__ = [
-    "UNMERGED",
-    "Assignment",
-    "Entries",
-    "assign",
-    "compensate",
-    "exact_entries",
-    "merge_bins",
-]

@@ -74,6 +74,3 @@ def _automatic(device: torch.device | str | None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return AUTOMATIC.get(torch.device(device).type, "reference")
-
-
-__all__ = ["AUTO", "AUTOMATIC", "BACKENDS", "available_kernels", "get_kernels", "selection_kernels"]

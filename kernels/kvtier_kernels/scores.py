@@ -202,14 +202,3 @@ def turn(keys: torch.Tensor, by: Rotation, *, back: bool = False) -> torch.Tenso
     cos, sin = by.cos.float() / norm, by.sin.float() / norm
     turned = unrotate(keys, cos, sin if back else -sin, interleaved=by.interleaved)
     return turned.to(keys.dtype)
-
-
-__all__ = [
-    "Rotation",
-    "key_difference",
-    "leverage_scores",
-    "select",
-    "turn",
-    "unrotate",
-    "window_mass",
-]

@@ -88,6 +88,3 @@ class SelectionKernels(ABC):
         scores: `[heads, tokens]`. Returns int64 `[heads, count]`.
         """
         return torch.topk(scores, count, dim=-1, sorted=False).indices.sort(dim=-1).values
-
-
-__all__ = ["SelectionKernels", "Stretch"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,14 +81,18 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _SEE_AHEAD = frozenset({"Gemma3ForConditionalGeneration"})
 
 
-def backends_are_ours() -> tuple[bool, bool]:
-    """Return whether (attention, radix cache) of this process's server are kvtier's."""
-    from sglang.srt.runtime_context import get_exec, get_memory
+def attention_is_ours() -> bool:
+    """Return whether the attention backend of this process's server is kvtier's."""
+    from sglang.srt.runtime_context import get_exec
 
-    return (
-        get_exec().kernel.attention_backend == NAME,
-        get_memory().radix_cache_backend == NAME,
-    )
+    return bool(get_exec().kernel.attention_backend == NAME)
+
+
+def cache_is_ours() -> bool:
+    """Return whether its radix cache is."""
+    from sglang.srt.runtime_context import get_memory
+
+    return bool(get_memory().radix_cache_backend == NAME)
 
 
 def settings_of(server_args: Any) -> Settings:
@@ -115,36 +119,46 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         return
     for field, (acceptable, expected) in _RULES.items():
         value = getattr(server_args, field, None)
-        if not acceptable(value):
-            flag = "--" + field.replace("_", "-")
-            raise IncompatibleFlagError(flag, f"{expected} together with kvtier", value)
-    compiles = bool(getattr(server_args, "enable_torch_compile", False))
-    if compiles and not torch.cuda.is_available():
-        # SGLang's CPU graphs, which it records with it, ask backends for calls of their own.
-        expected = "no torch.compile together with kvtier on a CPU"
-        raise IncompatibleFlagError("--enable-torch-compile", expected, True)
-    _check_mixed_chunks(server_args, settings)
-    _check_ranks(server_args, settings)
-    _check_drafts(server_args, settings)
-    _check_memory(server_args, settings)
+        flag = "--" + field.replace("_", "-")
+        _refuse_if(not acceptable(value), flag, f"{expected} together with kvtier", value)
+    _check_combinations(server_args, settings)
+    # Published memories are looked up when the pool is planned: a store may be away.
+    if settings.memory_folder is not None:
+        for folder in directories(settings.memory_folder):
+            check_may_be_served(load_card(folder))
     _check_codes(server_args, settings)
     scorer_of(settings)
     configured_share(settings)
-    if server_args.radix_cache_backend == NAME and server_args.attention_backend != NAME:
-        raise IncompatibleFlagError(
-            "--attention-backend",
-            "kvtier together with --radix-cache-backend kvtier",
-            server_args.attention_backend,
-        )
+    attention = server_args.attention_backend
+    _refuse_if(
+        server_args.radix_cache_backend == NAME and attention != NAME,
+        "--attention-backend",
+        "kvtier together with --radix-cache-backend kvtier",
+        attention,
+    )
     config = check_config(server_args)
     if config is None:
         return
-    _check_pictures(server_args, config)
+    seen = _SEE_AHEAD.intersection(config.get("architectures") or ())
+    expected = f"no pictures together with kvtier and {', '.join(seen)}, text alone"
+    pictures = bool(getattr(server_args, "enable_multimodal", None))
+    _refuse_if(bool(seen) and pictures, "--enable-multimodal", expected, True)
     if windows_of(config):
         _check_windows(server_args, settings)
-    shape = model_shape(config)
-    _check_heads_of_ranks(server_args, settings, shape.num_kv_heads)
+    shape, ranks = model_shape(config), getattr(server_args, "tp_size", None) or 1
+    for is_asked, where in (
+        (settings.compacts, "where a retention is set"),
+        (settings.memory is not None, "beside --memory"),
+    ):
+        # Heads are told apart there.
+        expected = f"at most the model's {shape.num_kv_heads} KV heads {where}"
+        _refuse_if(is_asked and ranks > shape.num_kv_heads, "--tp-size", expected, ranks)
     check_documents(settings, shape, server_args)
+
+
+def _refuse_if(is_asked: bool, flag: str, expected: str, value: Any) -> None:
+    if is_asked:
+        raise IncompatibleFlagError(flag, expected, value)
 
 
 def check_documents(settings: Settings, shape: ModelShape, server_args: Any) -> None:
@@ -168,127 +182,76 @@ def check_documents(settings: Settings, shape: ModelShape, server_args: Any) -> 
         curve.check_fits(model_name(model_path), revision, curve.policy, curve.dtype)
 
 
-def _check_heads_of_ranks(server_args: Any, settings: Settings, heads: int) -> None:
-    """Raise IncompatibleFlagError for more ranks than KV heads where heads are told apart."""
+def _check_combinations(server_args: Any, settings: Settings) -> None:
+    """Raise IncompatibleFlagError for flags of SGLang's and settings of kvtier's that do not go
+    together, whatever the model."""
+    has_gpu, again = torch.cuda.is_available(), settings.refresh.while_generating
+    remembers = "--refresh N or --refresh-moved"
+    # SGLang's CPU graphs, which it records with it, ask backends for calls of their own.
+    compiles = bool(getattr(server_args, "enable_torch_compile", False)) and not has_gpu
+    expected = "no torch.compile together with kvtier on a CPU"
+    _refuse_if(compiles, "--enable-torch-compile", expected, True)
+    # The requests of a mixed batch that decode would be taken for requests that prefill.
+    mixed = bool(getattr(server_args, "enable_mixed_chunk", False))
+    for other, is_asked in ((remembers, again), ("--memory", settings.memory is not None)):
+        expected = f"no mixed chunks together with kvtier and {other}"
+        _refuse_if(mixed and is_asked, "--enable-mixed-chunk", expected, True)
     ranks = getattr(server_args, "tp_size", None) or 1
-    for is_asked, where in (
-        (settings.compacts, "where a retention is set"),
-        (settings.memory is not None, "beside --memory"),
+    for other, is_asked in (
+        (remembers, again),
+        ("--refresh-by near-data", settings.refresh.by == "near-data"),
+        ("--enable-dp-attention", bool(getattr(server_args, "enable_dp_attention", False))),
     ):
-        if is_asked and ranks > heads:
-            expected = f"at most the model's {heads} KV heads {where}"
-            raise IncompatibleFlagError("--tp-size", expected, ranks)
-
-
-def _check_mixed_chunks(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what would take the requests of a mixed batch that decode for
-    requests that prefill."""
-    obstacles = {
-        "--refresh N or --refresh-moved": settings.refresh.while_generating,
-        "--memory": settings.memory is not None,
-    }
-    for other, is_asked in obstacles.items():
-        if is_asked and getattr(server_args, "enable_mixed_chunk", False):
-            expected = f"no mixed chunks together with kvtier and {other}"
-            raise IncompatibleFlagError("--enable-mixed-chunk", expected, True)
-
-
-def _check_ranks(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what tensor parallel ranks cannot do together."""
-    ranks = getattr(server_args, "tp_size", None) or 1
-    if ranks == 1:
-        return
-    obstacles = {
-        "--refresh N or --refresh-moved": settings.refresh.while_generating,
-        "--refresh-by near-data": settings.refresh.by == "near-data",
-        "--enable-dp-attention": bool(getattr(server_args, "enable_dp_attention", False)),
-    }
-    for other, is_asked in obstacles.items():
-        if is_asked:
-            raise IncompatibleFlagError("--tp-size", f"1 together with kvtier and {other}", ranks)
-
-
-def _check_memory(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what does not go together with prefix memories."""
-    if settings.memory is None:
-        return
-    obstacles = {
-        "--speculative-algorithm": bool(getattr(server_args, "speculative_algorithm", None)),
-        "--radix-cache-backend of another cache": (
-            getattr(server_args, "radix_cache_backend", None) != NAME
-        ),
-    }
-    for other, is_asked in obstacles.items():
-        if is_asked:
-            expected = f"none together with {other}"
-            raise IncompatibleFlagError("--memory", expected, settings.memory)
-    # Published memories are looked up when the pool is planned: a store may be away.
-    if settings.memory_folder is not None:
-        for folder in directories(settings.memory_folder):
-            check_may_be_served(load_card(folder))
+        expected = f"1 together with kvtier and {other}"
+        _refuse_if(ranks > 1 and is_asked, "--tp-size", expected, ranks)
+    drafts = getattr(server_args, "speculative_algorithm", None)
+    is_cpu = getattr(server_args, "device", None) == "cpu" or not has_gpu
+    is_older = sglang_version() < FIRST_VERSION
+    for other, is_asked in (
+        ("on a CPU together with kvtier and an SGLang before 0.5.23", is_older and is_cpu),
+        (f"together with kvtier and {remembers}", again),
+    ):
+        is_asked = is_asked and drafts is not None
+        _refuse_if(is_asked, "--speculative-algorithm", f"none {other}", drafts)
+    cache = getattr(server_args, "radix_cache_backend", None)
+    for other, is_asked in (
+        ("--speculative-algorithm", bool(drafts)),
+        ("--radix-cache-backend of another cache", cache != NAME),
+    ):
+        is_asked = is_asked and settings.memory is not None
+        _refuse_if(is_asked, "--memory", f"none together with {other}", settings.memory)
 
 
 def _check_codes(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what does not go together with codes of kept entries."""
-    kernels = kernels_of(settings, server_args)
-    if settings.kept_dtype is None:
-        return
-    obstacles = {
-        f"--kernels {kernels.name}": not kernels.lists.reads_codes,
-        "--kv-cache-dtype fp8": getattr(server_args, "kv_cache_dtype", None) in FP8,
+    """Raise IncompatibleFlagError for what does not go together with codes of kept entries, and
+    ConfigurationError for kernels that cannot serve."""
+    kernels, dtype = kernels_of(settings, server_args), settings.kept_dtype
+    for other, is_asked in (
+        (f"--kernels {kernels.name}", not kernels.lists.reads_codes),
+        ("--kv-cache-dtype fp8", getattr(server_args, "kv_cache_dtype", None) in FP8),
         # Every head of a model that is not calibrated keeps everything.
-        "heads that do not compete: calibrate the model": not settings.competes,
-    }
-    for other, is_asked in obstacles.items():
-        if is_asked:
-            raise IncompatibleFlagError(
-                "--kept-dtype", f"none together with {other}", settings.kept_dtype
-            )
-
-
-def _check_pictures(server_args: Any, config: Mapping[str, Any]) -> None:
-    """Raise IncompatibleFlagError where a picture's tokens would attend to those behind them."""
-    seen = _SEE_AHEAD.intersection(config.get("architectures") or ())
-    if seen and getattr(server_args, "enable_multimodal", None):
-        expected = f"no pictures together with kvtier and {', '.join(seen)}, text alone"
-        raise IncompatibleFlagError("--enable-multimodal", expected, True)
+        ("heads that do not compete: calibrate the model", not settings.competes),
+    ):
+        is_asked = is_asked and dtype is not None
+        _refuse_if(is_asked, "--kept-dtype", f"none together with {other}", dtype)
 
 
 def _check_windows(server_args: Any, settings: Settings) -> None:
     """Raise IncompatibleFlagError for what does not go together with layers that attend to their
     newest tokens only."""
     drafts = getattr(server_args, "speculative_algorithm", None)
-    reuse = settings.reuse_behind_edits
-    obstacles = {
-        "--speculative-algorithm": (drafts is not None, "none", drafts),
-        "--memory": (settings.memory is not None, "none", settings.memory),
-        "--head-profile": (settings.head_profile is not None, "none", settings.head_profile),
-        "--refresh": (settings.refresh.is_on, "off", settings.refresh.when),
-        "--reuse-behind-edits": (reuse == "on", "auto or off", reuse),
-        "--head-budgets": (
-            settings.compacts and not settings.competes,
-            "adaptive, where a share is kept,",
-            settings.head_budgets,
-        ),
-    }
-    for flag, (is_asked, expected, value) in obstacles.items():
-        if is_asked:
-            where = "together with a model of which some layers have a window"
-            raise IncompatibleFlagError(flag, f"{expected} {where}", value)
-
-
-def _check_drafts(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what does not go together with drafted tokens."""
-    algorithm = getattr(server_args, "speculative_algorithm", None)
-    if algorithm is None:
-        return
-    is_cpu = getattr(server_args, "device", None) == "cpu" or not torch.cuda.is_available()
-    if is_cpu and sglang_version() < FIRST_VERSION:
-        expected = "none on a CPU together with kvtier and an SGLang before 0.5.23"
-        raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
-    if settings.refresh.while_generating:
-        expected = "none together with kvtier and --refresh N or --refresh-moved"
-        raise IncompatibleFlagError("--speculative-algorithm", expected, algorithm)
+    reuse, profile = settings.reuse_behind_edits, settings.head_profile
+    equal = settings.compacts and not settings.competes
+    for flag, is_asked, expected, value in (
+        ("--speculative-algorithm", drafts is not None, "none", drafts),
+        ("--memory", settings.memory is not None, "none", settings.memory),
+        ("--head-profile", profile is not None, "none", profile),
+        ("--refresh", settings.refresh.is_on, "off", settings.refresh.when),
+        ("--reuse-behind-edits", reuse == "on", "auto or off", reuse),
+        ("--head-budgets", equal, "adaptive, where a share is kept,", settings.head_budgets),
+    ):
+        where = "together with a model of which some layers have a window"
+        _refuse_if(is_asked, flag, f"{expected} {where}", value)
 
 
 def say_if_not_tested() -> None:
@@ -305,26 +268,18 @@ def is_resolved(server_args: Any) -> bool:
     return bool(getattr(server_args, "_resolution_finished", False))
 
 
-def settle_page_size(server_args: Any) -> None:
+def settle_tokens(server_args: Any) -> None:
     """Let SGLang count single tokens, whatever page size was asked for: requests share prefixes
-    token by token, and the pages that heads keep are the pool's own.
+    token by token, and the pages that heads keep are the pool's own. Keep the tokens of layers with
+    a window where those of all layers are: what left a window goes when its turn ends.
 
-    server_args: before resolution; its `page_size` may be set.
+    server_args: before resolution; its `page_size` and `disable_hybrid_swa_memory` may be set.
     """
     asked = getattr(server_args, "page_size", None)
-    if uses_kvtier(server_args) and asked is not None and asked > 1:
+    if asked is not None and asked > 1:
         logger.info("--page-size %d: kvtier's prefixes end at any token, as with pages of 1", asked)
         server_args.page_size = 1
-
-
-def settle_windows(server_args: Any) -> None:
-    """Keep the tokens of layers with a window where those of all layers are: what left a window
-    goes when its turn ends.
-
-    server_args: before resolution; its `disable_hybrid_swa_memory` may be set.
-    """
-    if uses_kvtier(server_args):
-        server_args.disable_hybrid_swa_memory = True
+    server_args.disable_hybrid_swa_memory = True
 
 
 def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
@@ -333,9 +288,7 @@ def settle_cuda_graphs(server_args: Any, settings: Settings) -> None:
     server_args: before resolution; its `disable_*_cuda_graph` may be set. Raises
     IncompatibleFlagError for graphs that were asked for by name.
     """
-    if not uses_kvtier(server_args) or not torch.cuda.is_available():
-        return
-    if getattr(server_args, "device", None) == "cpu":
+    if getattr(server_args, "device", None) == "cpu" or not torch.cuda.is_available():
         return
     decode = _graph_obstacle(settings, server_args)
     obstacles = {"prefill": "together with kvtier", "decode": decode}

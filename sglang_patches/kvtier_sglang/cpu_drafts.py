@@ -182,6 +182,3 @@ def accepted_slots(
     """The slots of accepted drafts, one after another. accept_index: -1 where there is none."""
     accepted = accept_index[accept_index >= 0]
     accept_out_cache_loc[: accepted.numel()] = out_cache_loc[accepted.long()]
-
-
-__all__ = ["functions", "make_importable", "slots_of_drafts"]

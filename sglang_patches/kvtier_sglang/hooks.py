@@ -13,7 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from kvtier_sglang import compat
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.request_options import recomputed_tokens, wants_exact
+from kvtier_sglang.request_options import wants_exact
 
 
 def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -27,8 +27,7 @@ def check_flags(server_args: Any, *args: Any, **kwargs: Any) -> None:
         compat.say_if_not_tested()
         settings = compat.settings_of(server_args)
         compat.check_server_args(server_args, settings)
-        compat.settle_page_size(server_args)
-        compat.settle_windows(server_args)
+        compat.settle_tokens(server_args)
         compat.settle_cuda_graphs(server_args, settings)
 
 
@@ -192,7 +191,8 @@ def make_room_for_drafts(original: Callable[[], int]) -> int:
     from sglang.srt.runtime_context import get_spec
 
     extra = original()
-    if get_spec().speculative_algorithm is None or not any(compat.backends_are_ours()):
+    is_ours = compat.attention_is_ours() or compat.cache_is_ours()
+    if get_spec().speculative_algorithm is None or not is_ours:
         return extra
     return max(extra, get_alloc_reserve_per_decode() + 1)
 
@@ -211,9 +211,6 @@ def report_recomputed(
     """AFTER get_cached_tokens_details: the response's `cached_tokens_details` says how many cached
     tokens were computed again for an exact answer, and how many were computed behind other text,
     where there were any."""
-    told = {
-        "kvtier_recomputed": recomputed_tokens(req),
-        "kvtier_moved": getattr(req, "kvtier_moved", 0),
-    }
-    told = {name: tokens for name, tokens in told.items() if tokens}
+    found = {name: getattr(req, name, 0) for name in ("kvtier_recomputed", "kvtier_moved")}
+    told = {name: tokens for name, tokens in found.items() if tokens}
     return {"device": 0, "host": 0, **(result or {}), **told} if told else result

@@ -74,6 +74,3 @@ def used_bytes(allocator: Any) -> int:
     # The padding slot is part of the buffers but never of the occupancy.
     per_slot = pool_bytes(allocator) // (allocator.size + 1)
     return int((allocator.size - allocator.available_size()) * per_slot)
-
-
-__all__ = ["Occupancy", "pool_bytes", "used_bytes"]

@@ -25,14 +25,18 @@ from kvtier_sglang.status.publisher import publish
 from kvtier_sglang.tracing.tracer import engine_tracer
 from kvtier_sglang.versions import sglang_version
 
-_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
-_STATE = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
-_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
-_CACHE = "sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache"
-_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_MANAGERS = "sglang.srt.managers"
+_COMPONENTS = f"{_MANAGERS}.scheduler_components"
+_CONTROL = f"{_MANAGERS}.tokenizer_control_mixin.TokenizerControlMixin"
+_TOKENIZER = f"{_MANAGERS}.tokenizer_manager.TokenizerManager"
+_SCHEDULER = f"{_MANAGERS}.scheduler.Scheduler"
+_ADDER = f"{_MANAGERS}.schedule_policy.PrefillAdder"
+_STATE = f"{_COMPONENTS}.internal_state.SchedulerInternalStateController"
+_STREAMER = f"{_COMPONENTS}.output_streamer.SchedulerOutputStreamer"
+_WEIGHTS = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
+_POOLS = "sglang.srt.mem_cache"
+_CONFIGURATOR = f"{_POOLS}.kv_cache_configurator.KVCacheConfigurator"
+_ARGUMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
 # The operations that can change weights: updates, what restores or packs them, memory that comes
 # back without them, and a check that overwrites them.
 WEIGHT_CHANGES = (
@@ -53,84 +57,61 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
     occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
     shadow = Shadow()
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
-    on_cpu = cpu_drafts.functions() if is_cpu() else {}
-    older: dict[str, tuple[Callable[..., Any], HookType]] = {}
-    if is_cpu() and sglang_version() < (0, 5, 23):
-        groups = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
-        older[groups] = (hooks.go_without_nccl, before)
-    return {
-        **older,
+    found: dict[str, tuple[Callable[..., Any], HookType]] = {
         "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),
-        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments": (
-            hooks.name_known_backend,
-            around,
-        ),
+        _ARGUMENTS: (hooks.name_known_backend, around),
         f"{_CONFIGURATOR}.config_from_budget": (runtime.size_pools, around),
         f"{_CONFIGURATOR}._build_mha_kv_pool": (runtime.build_pool, around),
         f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator": (runtime.build_allocator, around),
+        f"{_POOLS}.kv_cache_configurator.get_req_to_token_extra_context_len": (
+            hooks.make_room_for_drafts,
+            around,
+        ),
+        f"{_POOLS}.allocation.alloc_token_slots": (occupancy.observe_peak, after),
+        f"{_POOLS}.base_prefix_cache.BasePrefixCache.update_eviction_metrics": (
+            occupancy.count_evicted,
+            after,
+        ),
         "sglang.srt.layers.logits_processor.LogitsProcessor.forward": (
             runtime.measure_prompt_nll,
             around,
         ),
-        "sglang.srt.mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len": (
-            hooks.make_room_for_drafts,
-            around,
-        ),
         "sglang.srt.models.utils.enable_fused_set_kv_buffer": (hooks.refuse_fused_write, around),
-        "sglang.srt.mem_cache.allocation.alloc_token_slots": (occupancy.observe_peak, after),
-        f"{_CACHE}.update_eviction_metrics": (occupancy.count_evicted, after),
-        "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache": (hooks.ask_tier, before),
-        "sglang.srt.managers.scheduler.Scheduler._prefetch_after_device_hit_loss": (
-            hooks.ask_tier_again,
-            around,
-        ),
-        "sglang.srt.managers.schedule_policy.PrefillAdder._check_prefill_budget": (
-            hooks.admit_streaming,
-            around,
-        ),
-        "sglang.srt.managers.schedule_policy.PrefillAdder._select_prefill_admission": (
-            hooks.cap_prefill_at_reuse,
-            around,
-        ),
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_chunked_req": (
-            hooks.cap_chunk_at_reuse,
-            before,
-        ),
-        "sglang.srt.managers.scheduler.Scheduler.get_init_info": (hooks.raise_limits, before),
-        "sglang.srt.managers.scheduler.Scheduler.init_req_max_new_tokens": (
-            hooks.fit_exact,
-            after,
-        ),
+        f"{_SCHEDULER}._prefetch_kvcache": (hooks.ask_tier, before),
+        f"{_SCHEDULER}._prefetch_after_device_hit_loss": (hooks.ask_tier_again, around),
+        f"{_SCHEDULER}.get_init_info": (hooks.raise_limits, before),
+        f"{_SCHEDULER}.init_req_max_new_tokens": (hooks.fit_exact, after),
+        f"{_SCHEDULER}.process_batch_result": (on_requests.process_batch_result, around),
+        f"{_SCHEDULER}.abort_request": (on_requests.abort_request, before),
+        f"{_ADDER}._check_prefill_budget": (hooks.admit_streaming, around),
+        f"{_ADDER}._select_prefill_admission": (hooks.cap_prefill_at_reuse, around),
+        f"{_ADDER}.add_chunked_req": (hooks.cap_chunk_at_reuse, before),
         f"{_STREAMER}.get_cached_tokens_details": (hooks.report_recomputed, after),
         f"{_STATE}._add_memory_usage": (occupancy.report_state, after),
         f"{_STATE}.get_internal_state": (state.answer, around),
         f"{_STATE}._update_handlers": (on_requests.update_handlers, after),
-        "sglang.srt.managers.schedule_batch.Req.__init__": (on_requests.scope_request, after),
-        "sglang.srt.managers.scheduler.Scheduler.process_batch_result": (
-            on_requests.process_batch_result,
-            around,
-        ),
-        "sglang.srt.managers.scheduler.Scheduler.abort_request": (
-            on_requests.abort_request,
-            before,
-        ),
+        f"{_MANAGERS}.schedule_batch.Req.__init__": (on_requests.scope_request, after),
         f"{_TOKENIZER}._validate_one_request": (requests.check_request, before),
         f"{_TOKENIZER}._send_one_request": (shadow.sending, before),
         f"{_TOKENIZER}._handle_batch_output": (shadow.answering, before),
-        **{
-            f"{_CONTROL}.{verb}_expert_distribution_record": (requests.refuse_recording, before)
-            for verb in ("start", "stop", "dump")
-        },
-        **{
-            f"{_CONTROL}.{verb}_hicache_storage": (requests.refuse_storage, before)
-            for verb in ("attach", "detach", "clear")
-        },
         f"{_CONTROL}.start_profile": (requests.refuse_profile, before),
         f"{_CONTROL}.release_memory_occupation": (requests.refuse_offload, before),
         f"{_CONTROL}.resume_memory_occupation": (requests.refuse_offload, before),
-        **{f"{_WEIGHTS}.{name}": (hooks.weights_change, before) for name in WEIGHT_CHANGES},
-        **{target: (ours, HookType.REPLACE) for target, ours in on_cpu.items()},
     }
+    for verb in ("start", "stop", "dump"):
+        target = f"{_CONTROL}.{verb}_expert_distribution_record"
+        found[target] = (requests.refuse_recording, before)
+    for verb in ("attach", "detach", "clear"):
+        found[f"{_CONTROL}.{verb}_hicache_storage"] = (requests.refuse_storage, before)
+    for name in WEIGHT_CHANGES:
+        found[f"{_WEIGHTS}.{name}"] = (hooks.weights_change, before)
+    if is_cpu():
+        for target, ours in cpu_drafts.functions().items():
+            found[target] = (ours, HookType.REPLACE)
+        if sglang_version() < (0, 5, 23):
+            groups = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
+            found[groups] = (hooks.go_without_nccl, before)
+    return found
 
 
 def register() -> None:
@@ -179,6 +160,3 @@ def verify() -> None:
         raise StartupError(
             "kvtier is installed but did not take effect in SGLang: " + ", ".join(missing)
         )
-
-
-__all__ = ["hooks_of", "register", "verify"]

@@ -10,35 +10,16 @@ the scheduler, at places that every rank comes by, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from kvtier.heads.profile import HeadProfile, ModelShape
+from kvtier.heads.profile import ModelShape
 from kvtier.retention.scorers import TokenScorer
 
 T = TypeVar("T")
-
-
-class Answer(Enum):
-    """The state of an answer that all ranks wait for, on a rank that has none."""
-
-    AWAITED = auto()
-    LOST = auto()
-
-
-class Awaited(Protocol):
-    """An answer that every rank waits for, each for its own part."""
-
-    @property
-    def answer(self) -> object:
-        """An `Answer`, or what describes the rank's part that arrived: equal where parts fit."""
-
-    def resolve(self, *, arrived: bool) -> None:
-        """All ranks have their parts and they fit, or it is not waited for any longer."""
 
 
 class Ranks:
@@ -104,22 +85,3 @@ class Ranks:
         if self.size == 1:
             return scorer
         return scorer.among_ranks(shape.kv_heads_of_rank(self.rank, self.size), self.total)
-
-    def resolve_all(self, pending: Sequence[Awaited]) -> None:
-        """Resolve the answers that no rank awaits any more: what all have and is the same arrived;
-        what any has lost is lost to all. pending: the same ones in the same order on every rank."""
-        if not pending:
-            return
-        told = self.every([one.answer for one in pending])
-        for one, *answers in zip(pending, *told, strict=True):
-            if Answer.LOST in answers:
-                one.resolve(arrived=False)
-            elif Answer.AWAITED not in answers:
-                one.resolve(arrived=all(answer == answers[0] for answer in answers))
-
-    def profiles(self, profile: HeadProfile) -> list[HeadProfile]:
-        """Return each rank's part of a model's head profile."""
-        return [profile.of_rank(rank, self.size) for rank in range(self.size)]
-
-
-__all__ = ["Ranks"]

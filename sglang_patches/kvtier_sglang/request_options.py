@@ -112,38 +112,13 @@ def wants_exact(req: Any) -> bool:
     return bool(asks_prompt) or asks_exactly(req)
 
 
-def recomputed_tokens(req: Any) -> int:
-    """Return the number of a request's prompt tokens that are cached and computed again all the
-    same: the cached ones were compressed, or computed behind such."""
-    return getattr(req, "kvtier_recomputed", (0, None))[0]
-
-
-def own_from(req: Any) -> int | None:
-    """Return the position from which a request's KV leaves the tree when it ends; None where it
-    stays."""
-    begin: int | None = getattr(req, "kvtier_recomputed", (0, None))[1]
-    return begin
-
-
 def note_recomputed(req: Any, tokens: int, begin: int) -> None:
     """Note that so many cached tokens from this position on are computed again. The request's KV
     stays where there were none, unless it is no client's. As with SGLang's count of cached tokens,
-    a request that has begun to compute is not looked at again: it would find its own KV."""
+    a request that has begun to compute is not looked at again: it would find its own KV.
+
+    kvtier_own_from: the position from which its KV leaves the tree when it ends; None: it stays.
+    """
     if not (req.already_computed or req.retracted_stain):
         leaves = tokens or not is_of_a_client(req)
-        req.kvtier_recomputed = tokens, begin if leaves else None
-
-
-__all__ = [
-    "asked_of",
-    "asks_exactly",
-    "asks_to_forget",
-    "is_done",
-    "is_of_a_client",
-    "measures",
-    "note_recomputed",
-    "own_from",
-    "recomputed_tokens",
-    "requested_share",
-    "wants_exact",
-]
+        req.kvtier_recomputed, req.kvtier_own_from = tokens, begin if leaves else None

@@ -89,12 +89,3 @@ def _refuse(argument: str, expected: str, got: object) -> None:
     """Answer 400: these endpoints turn no error of ours into an answer."""
     error = UsageError(argument, expected, got)
     raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from error
-
-
-__all__ = [
-    "check_request",
-    "refuse_offload",
-    "refuse_profile",
-    "refuse_recording",
-    "refuse_storage",
-]

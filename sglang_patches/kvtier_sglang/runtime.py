@@ -26,21 +26,25 @@ from kvtier.config import Settings, load_settings
 from kvtier.errors import StartupError
 from kvtier.heads.profile import HeadProfile, ModelShape, full_profile, load_profile
 from kvtier.heads.reference.rotation import KeyRotation
+from kvtier.memory.published import MemoryFinder
 from kvtier.memory.storage import PrefixMemory
-from kvtier.pool_sizing import entry_votes
+from kvtier.pool_sizing import TABLE_BYTES, entry_votes, slot_bytes
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.rules import locality_rule, refresh_rule, scorer_of, state_width
 from kvtier.retention.shares import PAGE, QualityTarget, Serving, configured_share, reads_nll
 from kvtier.tier.blobs.turn_rules import TurnRules
 from kvtier_sglang.attention.backend import KvtierAttnBackend
 from kvtier_sglang.attention.lists import table_bytes
-from kvtier_sglang.attention.warm_up import warm_up
-from kvtier_sglang.compat import backends_are_ours, check_documents, settings_of
+from kvtier_sglang.attention.plans import warm_up
+from kvtier_sglang.compat import (
+    attention_is_ours,
+    cache_is_ours,
+    check_documents,
+    settings_of,
+)
 from kvtier_sglang.compression.calibration import FixedCurve, curve_source, stored_profile
 from kvtier_sglang.compression.compressor import Compressor
-from kvtier_sglang.compression.metrics import RetentionMetrics
-from kvtier_sglang.compression.prompt_nll import observe_nll
-from kvtier_sglang.compression.retention import Retention
+from kvtier_sglang.compression.retention import Retention, observe_nll
 from kvtier_sglang.compression.selection import (
     AdaptiveSelection,
     PackedSelection,
@@ -48,24 +52,20 @@ from kvtier_sglang.compression.selection import (
 )
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.memory.source import MemorySource
+from kvtier_sglang.metrics import RetentionMetrics, name_in_metrics
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool, kvtier_pool
 from kvtier_sglang.pool.scales import KvScales
-from kvtier_sglang.pool.sizing import size_pool
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.request_log import RequestLog
-from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.ranks import Ranks
 from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher, Refresher
 from kvtier_sglang.refresh.state import Contexts
-from kvtier_sglang.refresh.trigger import TriggerRule
-from kvtier_sglang.refresh.turn_refresh import TurnRefresh, make_turn_refresh
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 from kvtier_sglang.support import confirm, rotations
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
-from kvtier_sglang.tier.identity import ModelIdentity
 from kvtier_sglang.tier.setup import NamedModel, tier_link
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,14 @@ class Runtime:
         self, original: Callable[..., Any], configurator: Any, budget_bytes: int, **kwargs: Any
     ) -> Any:
         """AROUND config_from_budget: turn the byte budget into slots."""
-        _, radix = backends_are_ours()
-        if not radix:
+        if not cache_is_ours():
             return original(configurator, budget_bytes, **kwargs)
         self.settings = settings_of(configurator.server_args)
         profile = self._profile(configurator)
         self._say_if_not_calibrated(profile, configurator.server_args)
         if self.settings.memory is not None:
             path = configurator.model_config.model_path
-            self.memory_source = MemorySource.of(self.settings, path, self.ranks)
+            self.memory_source = MemorySource(MemoryFinder(self.settings, path), self.ranks)
             budget_bytes -= self.memory_source.bytes_at_start
         if self._compresses:
             budget_bytes -= table_bytes(configurator)
@@ -124,15 +123,14 @@ class Runtime:
     @property
     def _compresses(self) -> bool:
         """Return whether anything of a turn that has ended is dropped, by kvtier's cache."""
-        _, radix = backends_are_ours()
-        return radix and (self.settings.compacts or self.profile.ca_share < 1)
+        return cache_is_ours() and (self.settings.compacts or self.profile.ca_share < 1)
 
     @property
     def _reuses(self) -> bool:
         """Return whether what stood behind an edit is taken from there."""
-        _, radix = backends_are_ours()
         asked, competes = self.settings.reuse_behind_edits, self.settings.competes
-        return radix and (asked == "on" or (asked == "auto" and competes and self._compresses))
+        is_asked = asked == "on" or (asked == "auto" and competes and self._compresses)
+        return is_asked and cache_is_ours()
 
     @property
     def _votes(self) -> int:
@@ -175,8 +173,7 @@ class Runtime:
             num_attention_heads=config.num_attention_heads,
             head_dim=config.head_dim,
         )
-        _, radix = backends_are_ours()
-        if not radix or self.settings.competes:
+        if not cache_is_ours() or self.settings.competes:
             return full_profile(shape)
         if self.settings.head_profile is None:
             stored = stored_profile(self.settings, config.model_path, shape)
@@ -194,18 +191,16 @@ class Runtime:
         **kwargs: Any,
     ) -> Any:
         """AROUND _build_mha_kv_pool: kvtier's pool where attention is."""
-        attention, _ = backends_are_ours()
-        if not attention:
+        if not attention_is_ours():
             return original(configurator, max_total_num_tokens=max_total_num_tokens, **kwargs)
         profile = self._profile(configurator)
-        _, radix = backends_are_ours()
         pool = HeadPagedKVPool(
             max_total_num_tokens,
             shape=profile.shape.of_rank(self.ranks.size),
             dtype=configurator.kv_cache_dtype,
             device=configurator.device,
             start_layer=configurator.layer_info.start_layer,
-            state_width=state_width(self.settings) if radix else None,
+            state_width=state_width(self.settings) if cache_is_ours() else None,
             packs=self._compresses,
             votes=self._votes,
             bits=self.settings.kept_bits,
@@ -229,8 +224,7 @@ class Runtime:
         **kwargs: Any,
     ) -> Any:
         """AROUND _build_token_to_kv_pool_allocator: ours where the radix cache is kvtier's."""
-        _, radix = backends_are_ours()
-        if not radix or token_to_kv_pool_allocator is not None:
+        if not cache_is_ours() or token_to_kv_pool_allocator is not None:
             return original(
                 configurator,
                 token_to_kv_pool=token_to_kv_pool,
@@ -273,10 +267,10 @@ class Runtime:
         )
         if self.memory_source is not None:
             source, shape = self.memory_source, self.profile.shape
-            self.memories = Memories.open(
+            self.memories = Memories(
                 source, runner, rotated, self.backend.kernels, shape, self._memory_of
             )
-            self.backend.use_memories(self.memories.passes)
+            self.backend.planner.use_memories(self.memories.passes)
         if torch.device(runner.device).type == "cuda":
             context = int(runner.model_config.context_len)
             warm_up(
@@ -303,7 +297,9 @@ class Runtime:
             scorer,
             rotated,
             profile=profile.of_rank(ranks.rank, ranks.size),
-            most_anchored=max(one.num_ca_heads for one in ranks.profiles(profile)),
+            most_anchored=max(
+                profile.of_rank(rank, ranks.size).num_ca_heads for rank in range(ranks.size)
+            ),
             compensation=settings.locality.compensation,
             spare=int(settings.merge.is_on),
         )
@@ -355,27 +351,24 @@ class Runtime:
                 f"{type(allocator).__name__}; serve with --attention-backend kvtier as well"
             )
         compressor = self._compressor(ctx, allocator)
-        tier = make_refresh = None
+        tier, rule = None, refresh_rule(settings)
         if settings.tier.address is not None:
             tier = self._tier(ctx, compressor)
-            make_refresh = make_turn_refresh(
-                refresh_rule(settings),
-                make_refresher=self._refresher,
-                near_data=settings.refresh.by == "near-data",
-                trigger=_trigger_rule(settings),
-            )
         self.cache = KvtierRadixCache(
             ctx.params,
             compressor,
             tier=tier,
-            make_refresh=make_refresh,
             ranks=self.ranks,
             memories=None if self.memories is None else self.memories.bank,
             compress_prefill=settings.compress_prefill,
             chunk_tokens=_chunk_tokens(ctx.server_args),
-            make_edits=None if self.turner is None else self._edits,
+            turner=self.turner,
+            least_reused=settings.reuse_least_tokens,
             log=self._request_log(),
         )
+        if tier is not None and rule is not None:
+            refresher = self._refresher(rule, self.cache)
+            self.cache.refresh = TurnRefresh(refresher, tier, settings.refresh)
         return self.cache
 
     def _request_log(self) -> RequestLog | None:
@@ -384,10 +377,6 @@ class Runtime:
             return None
         replica = self.ranks.replica
         return RequestLog(file.with_suffix(f".{replica}{file.suffix}") if replica else file)
-
-    def _edits(self, tree: VariantRadixTree) -> Edits:
-        assert self.turner is not None, "an attention backend that turns no keys"
-        return Edits(tree, self.turner, self.settings.reuse_least_tokens)
 
     def _refresher(self, rule: RefreshRule, contexts: Contexts) -> Refresher:
         """Return the refresher that chooses the entries of a turn again, as `selection` keeps
@@ -408,9 +397,8 @@ class Runtime:
         source: CalibrationWatcher | FixedCurve | None = None
         metrics = None
         if ctx.server_args.enable_metrics and self.ranks.is_first:
-            name = ctx.server_args.served_model_name or ctx.server_args.model_path
             target = share.number if share.rule is QualityTarget else None
-            metrics = RetentionMetrics(name, target)
+            metrics = RetentionMetrics(name_in_metrics(ctx.server_args), target)
         if share.rule.needs_curve:
             dtype = str(pool.dtype).removeprefix("torch.")
             told = metrics.calibration_event if metrics is not None else None
@@ -427,28 +415,52 @@ class Runtime:
         return Compressor(allocator, rule, retention=retention, selection=self.selection)
 
     def _tier(self, ctx: TreeCacheBuildContext, compressor: Compressor) -> TierConnector:
-        settings, pool, rule = self.settings, compressor.allocator.pool, compressor.rule
-        args, profile = ctx.server_args, self.profile
-        identity = ModelIdentity(ctx.tp_worker.model_runner, args)
+        settings, rule = self.settings, compressor.rule
+        runner = ctx.tp_worker.model_runner
         return TierConnector(
             tier_link(settings.tier),
-            NamedModel(settings, args.model_path, identity, pool, rule, profile, self.ranks),
-            SpanCodec(pool),
+            NamedModel(runner, settings, rule, self.profile, self.ranks),
+            SpanCodec(compressor.allocator.pool),
             TurnRules(rule, compressor.share, compressor.page),
             drain_s=settings.tier.drain_s,
             patience_s=settings.tier.patience_s,
         )
 
 
+def size_pool(
+    original: Callable[..., Any],
+    configurator: Any,
+    budget_bytes: int,
+    shape: ModelShape,
+    *,
+    state_width: int | None,
+    votes: int | None,
+    **kwargs: Any,
+) -> Any:
+    """SGLang's answer to how many tokens fit, which are our slots.
+
+    shape: of this rank's part of the model; state_width, votes: see `slot_bytes`.
+
+    SGLang divides the budget by the bytes of a token's KV alone. Handing it the bytes that the KV
+    of as many tokens as we have slots would cost makes it arrive at our number; a token cap of the
+    user (--max-total-tokens) caps the slots as it always did.
+
+    Raises StartupError where SGLang arrives at more than was planned.
+    """
+    itemsize = configurator.kv_cache_dtype.itemsize
+    per_slot = slot_bytes(shape, itemsize, state_width=state_width, votes=votes)
+    slots = budget_bytes // (per_slot + TABLE_BYTES)
+    token_bytes = slot_bytes(shape, itemsize)
+    config = original(configurator, slots * token_bytes, **kwargs)
+    if config.max_total_num_tokens > slots:
+        raise StartupError(
+            f"{slots} slots fit the memory, but SGLang made {config.max_total_num_tokens} of them: "
+            f"it does not count {token_bytes} bytes for a token"
+        )
+    return config
+
+
 def _chunk_tokens(server_args: Any) -> int | None:
     """The most tokens of a prefill pass; None where prompts are not cut."""
     chunk = server_args.chunked_prefill_size
     return int(chunk) if chunk and chunk > 0 else None
-
-
-def _trigger_rule(settings: Settings) -> TriggerRule | None:
-    refresh = settings.refresh
-    return TriggerRule(refresh.every_tokens, refresh.moved) if refresh.while_generating else None
-
-
-__all__ = ["Runtime"]

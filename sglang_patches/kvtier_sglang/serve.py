@@ -151,6 +151,3 @@ def _parser() -> argparse.ArgumentParser:
         "--calibrate", action="store_true", help="calibrate the model first, unless that was done"
     )
     return parser
-
-
-__all__ = ["launch", "main", "server_args_of", "with_defaults"]

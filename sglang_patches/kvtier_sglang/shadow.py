@@ -26,6 +26,7 @@ from typing import Any
 
 from kvtier.config import load_settings
 from kvtier_sglang import compat
+from kvtier_sglang.metrics import ShadowMetrics, name_in_metrics
 from kvtier_sglang.request_options import EXACT, PARAMS, SHADOW_RID_PREFIX, asked_of
 
 logger = logging.getLogger(__name__)
@@ -61,34 +62,6 @@ class Answered:
     starts: int = 0
 
 
-class ShadowMetrics:
-    """kvtier_shadow_… on SGLang's `/metrics`; at most one object per process."""
-
-    def __init__(self, model_name: str) -> None:
-        # memory/metrics.py says why only now.
-        from prometheus_client import Counter, Summary
-
-        label, self._model = ("model_name",), model_name
-        self._turns = Counter(
-            "kvtier_shadow_turns", "Turns compared with exact KV, or given up.", (*label, "outcome")
-        )
-        self._tokens = Counter("kvtier_shadow_tokens", "Tokens of answers compared.", label)
-        self._same = Counter(
-            "kvtier_shadow_agreeing_tokens", "Those that exact KV takes for likeliest, too.", label
-        )
-        self._nats = Summary(
-            "kvtier_shadow_divergence_nats", "Divergence from exact KV per token of a turn.", label
-        )
-
-    def count(self, counts: Counts) -> None:
-        """Add one turn's."""
-        self._turns.labels(self._model, "compared" if counts.tokens else "given_up").inc()
-        self._tokens.labels(self._model).inc(counts.tokens)
-        self._same.labels(self._model).inc(counts.same)
-        if counts.tokens:
-            self._nats.labels(self._model).observe(counts.nats / counts.tokens)
-
-
 @dataclass
 class Counts:
     """Sums over turns: those compared and given up; tokens of answers, and those of them that exact
@@ -104,9 +77,9 @@ class Counts:
 class Shadow:
     """Hooks on SGLang's TokenizerManager. For one event loop."""
 
-    def __init__(self, draw: random.Random | None = None) -> None:
+    def __init__(self) -> None:
         self.counts = Counts()
-        self._draw = draw or random.Random()
+        self._draw = random.Random()
         self._share: float | None = None
         self._waiting: deque[Answered] = deque()
         self._running: str | None = None
@@ -161,7 +134,7 @@ class Shadow:
             if self._share:
                 manager.kvtier_shadow = self.counts
             if self._share and manager.enable_metrics:
-                self._metrics = ShadowMetrics(args.served_model_name or args.model_path)
+                self._metrics = ShadowMetrics(name_in_metrics(args))
         return self._share > 0
 
     def _wait(self, manager: Any, answered: Answered) -> None:
@@ -196,16 +169,8 @@ class Shadow:
     def _count(self, one: Counts) -> None:
         for name, value in vars(one).items():
             setattr(self.counts, name, getattr(self.counts, name) + value)
-        if self._metrics is None:
-            return
-        try:
-            self._metrics.count(one)
-        except Exception:
-            # Metrics live in files that processes share; a full disk must not end the server.
-            self._metrics = None
-            logger.warning(
-                "metrics of shadowed turns failed and are off from now on", exc_info=True
-            )
+        if self._metrics is not None:
+            self._metrics.turn(one.tokens, one.same, one.nats)
 
 
 def shadowed(manager: Any) -> dict[str, Any] | None:
@@ -261,6 +226,3 @@ def _is_the_models(request: Any) -> bool:
     if asked_of(params.custom_params) or any(getattr(params, one, None) for one in _CONSTRAINTS):
         return False
     return all(getattr(params, name) == usual for name, usual in _PENALTIES.items())
-
-
-__all__ = ["Answered", "Counts", "Shadow", "ShadowMetrics", "shadowed"]

@@ -10,8 +10,8 @@ On a CPU there is one order of things, and nothing to copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -68,33 +68,29 @@ class SideCopies:
 
 
 class Background:
-    """A block that another thread computes on the device: after all that the thread which made this
+    """Work that another thread computes on the device: after all that the thread which made this
     had queued by then, and complete when the block is left.
 
         background = Background(device)          in the one thread
-        with background: ...                     in the other
+        with background.work(): ...              in the other
         background.hand_over(results)            in the first one again
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _new_stream(device)
-        self._context: torch.cuda.StreamContext | None = None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._stream is not None and self._context is not None:
-            self._context.__exit__(kind, error, trace)
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """A block of such work."""
+        if self._stream is None:
+            yield
+            return
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
             self._stream.synchronize()
 
     def hand_over(self, results: Iterable[torch.Tensor | None]) -> None:
@@ -116,6 +112,3 @@ def _recorded() -> torch.cuda.Event:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event
-
-
-__all__ = ["Background", "HostPayload", "SideCopies"]

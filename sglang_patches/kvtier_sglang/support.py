@@ -267,6 +267,3 @@ def _of_sglang(rotary: RotaryEmbedding) -> list[KeyRotation]:
         return cos, sin
 
     return [KeyRotation(tables, interleaved=not rotary.is_neox_style)]
-
-
-__all__ = ["Confirmed", "check_config", "check_layer", "confirm", "resolved_config", "rotations"]

@@ -20,6 +20,3 @@ def sglang_version() -> tuple[int, ...]:
 def is_tested() -> bool:
     """Return whether the plugin has been tested with it."""
     return sglang_version() in TESTED
-
-
-__all__ = ["TESTED", "is_tested", "sglang_version"]

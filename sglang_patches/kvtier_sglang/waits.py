@@ -5,21 +5,29 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from enum import Enum, auto
+from typing import Any, Generic, TypeVar
 
 from kvtier.tier.link.queues import Fetch
-from kvtier_sglang.ranks import Answer
+from kvtier_sglang.ranks import Ranks
 
 T = TypeVar("T")
 
 _numbers: Iterator[int] = itertools.count()
 
 
+class Answer(Enum):
+    """The state of an answer that all ranks wait for, on a rank that has none."""
+
+    AWAITED = auto()
+    LOST = auto()
+
+
 @dataclass
 class Wait(ABC, Generic[T]):
-    """The wait of one request for one answer, which all ranks have or none (ranks.Awaited).
+    """The wait of one request for one answer, which all ranks have or none.
 
     fetch:    brings this rank's part; its result is None where there is none.
     deadline: time.monotonic() when it is given up.
@@ -45,16 +53,12 @@ class Wait(ABC, Generic[T]):
 
     @property
     def answer(self) -> object:
-        """This rank's answer, see ranks.Awaited."""
+        """An `Answer`, or what describes this rank's part that arrived."""
         # It is looked at once: it may be done at any moment, and would be lost between two looks.
         if not self.fetch.done:
             return Answer.LOST if time.monotonic() >= self.deadline else Answer.AWAITED
         result = self.fetch.result
         return Answer.LOST if result is None else self.describe(result)
-
-    def resolve(self, *, arrived: bool) -> None:
-        """Note whether all ranks have their parts, see ranks.Awaited."""
-        self.arrived = arrived
 
     @property
     def result(self) -> T | None:
@@ -71,4 +75,14 @@ class Wait(ABC, Generic[T]):
         self.fetch.cancel(unwanted)
 
 
-__all__ = ["Wait"]
+def resolve_all(pending: Sequence[Wait[Any]], ranks: Ranks) -> None:
+    """Resolve the waits that no rank goes on with: what all have and is the same arrived; what any
+    has lost is lost to all. pending: the same ones in the same order on every rank."""
+    if not pending:
+        return
+    told = ranks.every([one.answer for one in pending])
+    for one, *answers in zip(pending, *told, strict=True):
+        if Answer.LOST in answers:
+            one.arrived = False
+        elif Answer.AWAITED not in answers:
+            one.arrived = all(answer == answers[0] for answer in answers)

@@ -11,7 +11,6 @@ import random
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
 from waiting import wait_for
 
+from kvtier.config.sections import RefreshSettings
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
@@ -49,10 +49,8 @@ from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix.cache import KvtierRadixCache
-from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher
-from kvtier_sglang.refresh.trigger import TriggerRule
-from kvtier_sglang.refresh.turn_refresh import make_turn_refresh
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
 
@@ -87,8 +85,7 @@ class MiniScheduler:
         link: TierLink | None = None,
         span_tokens: int = 6,
         refresh: RefreshRule | None = None,
-        near_data: bool = False,
-        again: TriggerRule | None = None,
+        refreshes: RefreshSettings | None = None,
         patience_s: float | None = None,
         adaptive: bool = False,
         bits: int | None = None,
@@ -123,13 +120,11 @@ class MiniScheduler:
         selection: PackedSelection
         if adaptive:
             selection = AdaptiveSelection(self.pool, AnyOrder(), rotary)
-            make_refresher: Any = partial(AdaptiveRefresher, score=selection.score)
         else:
             selection = ProfileSelection(
                 self.pool, Compactor(), rotary, profile=PROFILE, most_anchored=1,
                 compensation=True, spare=int(merges),
             )  # fmt: skip
-            make_refresher = partial(ProfileRefresher, heads=selection.anchored_heads)
         compressor = Compressor(
             self.allocator,
             self.rule,
@@ -160,16 +155,17 @@ class MiniScheduler:
             params,
             compressor,
             tier=tier,
-            make_refresh=make_turn_refresh(
-                refresh,
-                near_data=near_data,
-                trigger=again,
-                make_refresher=make_refresher,
-            ),
-            make_edits=None
-            if reuse is None
-            else lambda tree: Edits(tree, KeyTurner(self.pool, rotary), reuse),
+            turner=None if reuse is None else KeyTurner(self.pool, rotary),
+            least_reused=reuse or 0,
         )
+        if tier is not None and refresh is not None:
+            refresher = (
+                AdaptiveRefresher(refresh, self.tree, selection.score)
+                if adaptive
+                else ProfileRefresher(refresh, self.tree, selection.anchored_heads)
+            )
+            settings = refreshes or RefreshSettings(when="turn")
+            self.tree.refresh = TurnRefresh(refresher, tier, settings)
         # Columns that keep one entry for all, see `check_packed`.
         self.means = [] if adaptive else selection._means
         self.running: list[Request] = []
@@ -272,14 +268,16 @@ class MiniScheduler:
         table, index = self.rows.req_to_token, request.kv.req_pool_idx
         queries = [self._queries(request, tokens, layer) for layer in range(SHAPE.num_layers)]
         if not decoding:
-            refresh.begin_prefill([request.rid], [index], [request.filled], (0, tokens), table)
+            refresh.refresher.begin_pass(
+                [request.rid], [index], [request.filled], (0, tokens), table
+            )
             for layer, q in enumerate(queries):
                 refresh.layer(layer, q, QUERY_SCALE)
-            refresh.end_pass()
-        elif refresh.watches_decoding:
-            refresh.begin_decode([request.rid], [index], table)
+            refresh.refresher.end_pass()
+        elif refresh.trigger is not None:
+            refresh.trigger.begin_pass([request.rid], [index], table)
             for layer, q in enumerate(queries):
-                refresh.record(layer, q)
+                refresh.trigger.record(layer, q)
 
     def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
         """[tokens, KV heads, group, dim], the same for all that are as far in the same turn."""

@@ -30,9 +30,9 @@ def selecting(name):
     with pytest.MonkeyPatch.context() as patch, np.errstate(invalid="ignore"):
         patch.setitem(AUTOMATIC, DEVICE, name)
         patch.setattr("kvtier_kernels.blocks._BLOCK_FLOATS", 1 << 10)
-        patch.setattr("kvtier_kernels.reference_backend.homes._TILE_HOMES", 32)
-        patch.setattr("kvtier_kernels.reference_backend.homes._TILE_FLOATS", 1 << 10)
-        patch.setattr("kvtier_kernels.triton_backend.selection.prediction._STRETCH", 64)
+        patch.setattr("kvtier_kernels.reference_backend.selection._TILE_HOMES", 32)
+        patch.setattr("kvtier_kernels.reference_backend.selection._TILE_FLOATS", 1 << 10)
+        patch.setattr("kvtier_kernels.triton_backend.selecting._STRETCH", 64)
         yield
 
 
@@ -240,18 +240,3 @@ def test_predictions_are_the_moving_average_of_scores_query_by_query(
         average = torch.logaddexp(average + old, scores + new)
     whole = torch.tensor(1 - alpha**window).double().log()
     torch.testing.assert_close(got.double(), average - whole, **limit)
-
-
-def test_bad_input_is_refused_by_name():
-    q, k = torch.randn(8, 2, 2, 16), torch.randn(2, 40, 16)
-    for alpha in (-0.1, 1.0):
-        with pytest.raises(ValueError, match="alpha"):
-            predicted_logits(q, k, 1.0, alpha, torch.zeros(8, 2, 2))
-    with pytest.raises(ValueError, match="window"):
-        predicted_logits(q[:0], k, 1.0, 0.0, torch.zeros(0, 2, 2))
-    with pytest.raises(ValueError, match="q_window and keys"):
-        window_lse(q[0], k, 1.0)
-    with pytest.raises(ValueError, match="q_window"):
-        window_lse(q, k[..., :8], 1.0)
-    with pytest.raises(ValueError, match="keys and kept"):
-        assign(k, torch.zeros(2, 0, dtype=torch.int64))

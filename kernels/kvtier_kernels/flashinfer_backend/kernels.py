@@ -16,9 +16,11 @@ with many heads of dimension 256.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +28,6 @@ import torch
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV
 from kvtier_kernels.flashinfer_backend.limits import aligned, fits
 from kvtier_kernels.flashinfer_backend.lists import FlashInferLists
-from kvtier_kernels.flashinfer_backend.tables import natural, pages_of, rows_without_entries
 from kvtier_kernels.flashinfer_backend.variant import run_arguments
 from kvtier_kernels.flashinfer_backend.wrappers import (
     Kind,
@@ -54,10 +55,6 @@ class FlashInferPlan:
     entries: TritonPlan
     wrappers: dict[tuple[Any, ...], Wrapper] = field(default_factory=dict)
     empty: dict[tuple[int, ...], torch.Tensor | None] = field(default_factory=dict)
-
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        return self.entries.bounds
 
 
 class FlashInferKernels(AttentionKernels):
@@ -94,7 +91,7 @@ class FlashInferKernels(AttentionKernels):
             return self._triton.extend(q, k_new, v_new, q_indptr, kv, plan.entries, scale)
         rows = tuple(q_indptr)
         own = self._over_new(q, k_new, v_new, rows, plan, scale)
-        if plan.bounds[-1] == 0:
+        if plan.entries.bounds[-1] == 0:
             return own
         return self.merge_states(self.over_entries(q, rows, kv, plan, scale), own)
 
@@ -114,7 +111,7 @@ class FlashInferKernels(AttentionKernels):
 
         log_votes: [slots], or [slots, query heads].
         """
-        if plan.bounds[-1] == 0:
+        if plan.entries.bounds[-1] == 0:
             return empty_state(q)
         extra: tuple[Any, ...] = ()
         kind = Kind(paged=True)
@@ -159,11 +156,13 @@ class FlashInferKernels(AttentionKernels):
         rows = torch.tensor(q_indptr, dtype=torch.int32, device="cpu")
         arguments: dict[str, Any] = {"qo_indptr": rows, "causal": not kind.paged}
         if kind.paged:
-            indptr, last_page_len = pages_of(plan.bounds)
+            # On the host: given device tensors, FlashInfer would wait for them.
+            indptr = torch.tensor(plan.entries.bounds, dtype=torch.int32, device="cpu")
             arguments |= {
                 "paged_kv_indptr": indptr,
                 "paged_kv_indices": plan.entries.slots,
-                "paged_kv_last_page_len": last_page_len,
+                # 0 for a request without entries, to which 1 would give one.
+                "paged_kv_last_page_len": indptr.diff().clamp(max=1),
                 "page_size": 1,
             }
         else:
@@ -189,13 +188,20 @@ def _run(wrapper: Wrapper, q: torch.Tensor, *args: Any) -> AttentionState:
     o = torch.empty(lanes.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(lanes.shape[:-1], dtype=torch.float32, device=q.device)
     wrapper.inner.run(lanes, *args, out=o, lse=lse, return_lse=True)
-    return AttentionState(o.view(q.shape), natural(lse).view(tokens, heads, group))
+    # FlashInfer's logarithms are in base 2.
+    return AttentionState(o.view(q.shape), lse.mul_(math.log(2)).view(tokens, heads, group))
 
 
 def _empty_rows(plan: FlashInferPlan, q_indptr: tuple[int, ...]) -> torch.Tensor | None:
     """Rows without entries on the device, None where every row has some."""
     if q_indptr not in plan.empty:
-        rows = rows_without_entries(plan.bounds, q_indptr)
+        both = zip(pairwise(plan.entries.bounds), pairwise(q_indptr), strict=True)
+        rows = [
+            row
+            for (begin, end), (first, last) in both
+            if begin == end
+            for row in range(first, last)
+        ]
         plan.empty[q_indptr] = to_device(rows, plan.entries.slots.device).long() if rows else None
     return plan.empty[q_indptr]
 
@@ -205,6 +211,3 @@ def _empty(state: AttentionState, rows: torch.Tensor | None) -> None:
     if rows is not None:
         state.o.index_fill_(0, rows, 0.0)
         state.lse.index_fill_(0, rows, float("-inf"))
-
-
-__all__ = ["FlashInferKernels", "FlashInferPlan"]

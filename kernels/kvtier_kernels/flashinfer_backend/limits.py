@@ -44,6 +44,3 @@ def is_aligned(x: torch.Tensor) -> bool:
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy that `is_aligned`."""
     return x if is_aligned(x) else x.contiguous()
-
-
-__all__ = ["aligned", "fits", "is_aligned"]

@@ -143,6 +143,3 @@ def _serves(q: torch.Tensor, kv: CellKV) -> bool:
     return fits(q[:, :1], _flat(kv)) and (
         votes is None or votes.ndim == 1 or votes.shape[-1] == q.shape[2]
     )
-
-
-__all__ = ["FlashInferListPlan", "FlashInferLists"]

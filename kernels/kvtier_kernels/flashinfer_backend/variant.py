@@ -84,6 +84,3 @@ def run_arguments(
     assert log_votes.dtype == torch.float32, f"log-votes in float32, got {log_votes.dtype}"
     slot_stride, head_stride = (*log_votes.stride(), 0)[:2]
     return log_votes, slots, slots_indptr, slot_stride, head_stride, scale
-
-
-__all__ = ["DECLARATION", "NAME", "SCALARS", "TENSORS", "jit_args", "run_arguments"]

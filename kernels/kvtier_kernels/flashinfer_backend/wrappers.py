@@ -88,6 +88,3 @@ class Wrappers:
         the wrappers by any key."""
         for wrapper in lent.values():
             self._free[wrapper.kind].append(wrapper)
-
-
-__all__ = ["Kind", "Make", "Wrapper", "Wrappers", "make_wrapper"]

@@ -136,15 +136,3 @@ def place_of(behind: torch.Tensor) -> torch.Tensor:
     # Exact however far behind: what is whole turns is left out before it becomes a float.
     turns = behind.remainder(2 * fast).float() / fast * torch.pi
     return torch.stack([share.cos(), share.sin(), turns.cos(), turns.sin()], dim=-1) / 2**0.5
-
-
-__all__ = [
-    "PLACE_SPANS",
-    "PLACE_WIDTH",
-    "MemoryAnswer",
-    "MemoryKernels",
-    "MemoryLayer",
-    "lookup_keys",
-    "place_of",
-    "project",
-]

@@ -3,7 +3,7 @@
 kernels.py     attention, the contract's face -> products.py; slots.py cuts slot tables in runs
 lists.py       lists of entries in pages -> products.py
 memory.py      fixed prefixes
-selection.py   what selecting and merging ask for -> homes.py
+selection.py   what selecting and merging ask for
 """
 
 from __future__ import annotations

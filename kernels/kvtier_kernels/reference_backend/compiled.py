@@ -325,6 +325,3 @@ def _threads(count: int) -> ThreadPoolExecutor:
 
 # A fork has none of them.
 os.register_at_fork(after_in_child=_threads.cache_clear)
-
-
-__all__ = ["FEW_ROWS", "HostLists", "decode", "decode_codes"]

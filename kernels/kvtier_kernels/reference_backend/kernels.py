@@ -8,6 +8,7 @@ backends are tested against it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -16,7 +17,7 @@ from kvtier_kernels.reference_backend.lists import ReferenceLists
 from kvtier_kernels.reference_backend.memory import ReferenceMemory
 from kvtier_kernels.reference_backend.products import concat, flash, over_entries
 from kvtier_kernels.reference_backend.selection import ReferenceSelection
-from kvtier_kernels.reference_backend.slots import RequestSlots, plan_batch
+from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request
 from kvtier_kernels.states import merge_states
 
 Plan = tuple[RequestSlots, ...]
@@ -29,7 +30,7 @@ class ReferenceKernels(AttentionKernels):
     lists = ReferenceLists()
 
     def plan(self, slots: torch.Tensor, indptr: Sequence[int]) -> Plan:
-        return plan_batch(slots, indptr)
+        return tuple(plan_request(slots[begin:end]) for begin, end in pairwise(indptr))
 
     def extend(
         self,
@@ -42,25 +43,15 @@ class ReferenceKernels(AttentionKernels):
         scale: float,
     ) -> AttentionState:
         states = []
-        for i, request in enumerate(plan):
-            rows = slice(q_indptr[i], q_indptr[i + 1])
-            states.append(_extend_one(q[rows], k_new[rows], v_new[rows], kv, request, scale))
+        for request, (begin, end) in zip(plan, pairwise(q_indptr), strict=True):
+            own = _causal(q[begin:end], k_new[begin:end], v_new[begin:end], scale)
+            if request:
+                own = merge_states(over_entries(q[begin:end], kv, request, scale), own)
+            states.append(own)
         return concat(states)
 
     def merge_states(self, a: AttentionState, b: AttentionState) -> AttentionState:
         return merge_states(a, b)
-
-
-def _extend_one(
-    q: torch.Tensor,
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    kv: RaggedKV,
-    request: RequestSlots,
-    scale: float,
-) -> AttentionState:
-    own = _causal(q, k_new, v_new, scale)
-    return merge_states(over_entries(q, kv, request, scale), own) if request else own
 
 
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> AttentionState:

@@ -22,7 +22,6 @@ from kvtier_kernels.lists import (
     CellKV,
     ListKernels,
     ListTables,
-    check_tables,
 )
 from kvtier_kernels.reference_backend.products import concat, dense, over_entries
 from kvtier_kernels.reference_backend.slots import RequestSlots, plan_request, positions_of
@@ -116,7 +115,6 @@ class ReferenceLists(ListKernels):
         heads: int,
         into: Any = None,
     ) -> ReferenceListPlan:
-        check_tables(tables, rows, dense, layers, heads)
         # `known` has what an earlier plan found in the same rows, whose words are still the same.
         known = {} if into is None else dict(zip(into.rows, into.requests, strict=True))
         asked, requests = tuple(rows.tolist()), []
@@ -274,6 +272,3 @@ class _Words:
             "typestr": "<i4",
             "version": 3,
         }
-
-
-__all__ = ["ReferenceLists"]

@@ -78,6 +78,3 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
     logits = q.float() @ k.float().T * scale
     lse = torch.logsumexp(logits, dim=-1)
     return AttentionState(torch.softmax(logits, dim=-1) @ v.float(), lse)
-
-
-__all__ = ["ReferenceMemory"]

@@ -74,12 +74,15 @@ def dense(
         part = q[begin : begin + rows]
         folded = part.permute(1, 2, 0, 3).reshape(heads, group * len(part), dim)
         mask = None if bias is None else _mask(bias, group, len(part))
-        o, lse = tiled(folded, keys, values, scale, mask)
+        batch = folded.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0)
+        o, lse = (x.squeeze(0) for x in flash(*batch, scale, False, mask))
         if bias is not None and bias[..., 0, :].isneginf().any():
             # PyTorch's operator on CPUs says 0 for rows that see no entry.
             most = _mask(bias.amax(-2, keepdim=True), group, len(part)).squeeze(-1).squeeze(0)
             lse = lse.masked_fill(most.isneginf(), float("-inf"))
-        states.append(unfold(o, lse, len(part), group))
+        o = o.view(heads, group, len(part), dim).permute(2, 0, 1, 3)
+        lse = lse.reshape(heads, group, len(part)).permute(2, 0, 1)
+        states.append(AttentionState(o, lse.float()))
     return concat(states)
 
 
@@ -105,18 +108,6 @@ def _mask(bias: torch.Tensor, group: int, rows: int) -> torch.Tensor:
     sides = bias.reshape(-1, entries, votes).transpose(1, 2)[:, None, :, None]
     wide = sides.expand(-1, group // votes, votes, rows, entries)
     return wide.reshape(1, -1, group * rows, entries)
-
-
-def tiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [heads, rows, dim] over k, v [heads, entries, dim] -> o, lse; nothing quadratic is held."""
-    o, lse = flash(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), scale, False, mask)
-    return o.squeeze(0), lse.squeeze(0)
 
 
 def flash(
@@ -167,18 +158,7 @@ def _blockwise(
     return state.o.to(q.dtype), state.lse
 
 
-def unfold(o: torch.Tensor, lse: torch.Tensor, rows: int, group: int) -> AttentionState:
-    """[heads, group * rows, ...] back to [rows, heads, group, ...]."""
-    heads, _, dim = o.shape
-    o = o.view(heads, group, rows, dim).permute(2, 0, 1, 3)
-    lse = lse.reshape(heads, group, rows).permute(2, 0, 1)
-    return AttentionState(o, lse.float())
-
-
 def concat(states: list[AttentionState]) -> AttentionState:
     if len(states) == 1:
         return states[0]
     return AttentionState(torch.cat([s.o for s in states]), torch.cat([s.lse for s in states]))
-
-
-__all__ = ["concat", "dense", "flash", "over_entries"]

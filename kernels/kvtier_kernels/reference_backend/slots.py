@@ -1,15 +1,13 @@
 """Slot tables cut into contiguous runs, so that long stretches are read in place.
 
 slots of a request:   7 8 9 10 11 | 40 | 3 | 90 91 92 93
-runs (min_run = 4):   [7:12)        -    -   [90:94)         read as views, no copy
+runs (4 or more):     [7:12)        -    -   [90:94)         read as views, no copy
 scattered:                          40   3                   gathered, a few entries
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -33,14 +31,14 @@ class RequestSlots:
         return bool(self.runs) or self.scattered is not None
 
 
-def plan_request(slots: torch.Tensor, min_run: int = MIN_RUN_TOKENS) -> RequestSlots:
+def plan_request(slots: torch.Tensor) -> RequestSlots:
     """Cut one request's slots, [entries] int64, into runs and scattered entries."""
-    if slots.numel() < min_run:
+    if slots.numel() < MIN_RUN_TOKENS:
         return RequestSlots((), slots if slots.numel() else None)
     breaks = positions_of(slots[1:] != slots[:-1] + 1) + 1
     bounds = torch.nn.functional.pad(breaks, (1, 0))
     lengths = torch.diff(bounds, append=breaks.new_tensor([slots.numel()]))
-    is_run = lengths >= min_run
+    is_run = lengths >= MIN_RUN_TOKENS
     starts = slots[bounds[is_run]].tolist()
     runs = [(start, start + n) for start, n in zip(starts, lengths[is_run].tolist(), strict=True)]
     loose = None if len(runs) == len(lengths) else slots[~is_run.repeat_interleave(lengths)]
@@ -53,10 +51,3 @@ def positions_of(mask: torch.Tensor) -> torch.Tensor:
     if mask.device.type == "cpu":
         return torch.from_numpy(mask.numpy().nonzero()[0])
     return torch.nonzero(mask).flatten()
-
-
-def plan_batch(
-    slots: torch.Tensor, indptr: Sequence[int], min_run: int = MIN_RUN_TOKENS
-) -> tuple[RequestSlots, ...]:
-    """`plan_request` for every request of a batch."""
-    return tuple(plan_request(slots[begin:end], min_run) for begin, end in pairwise(indptr))

@@ -5,8 +5,8 @@
     planning/      plans.py, lists.py                 -> deal.py
     attention/     by_slots.py, dense.py              -> extend.py, merge.py, store.py
                    by_lists.py                        -> lists.py
-    selection/     window_mass.py, prediction.py      -> mass.py, newest.py
-    merging/       homes.py, bins.py                  -> nearest.py, segments.py
+    selecting.py                                      -> selection/, merging/nearest.py
+    merging/       bins.py                            -> segments.py
     memory/        attend.py                          -> lookup.py, answer.py
     softmax.py     what kernels compute of a tile; attention/entries.py loads its entries
     ahead.py       compiles all of it for a GPU that is not there

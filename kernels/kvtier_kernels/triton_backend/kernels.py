@@ -11,7 +11,6 @@ import torch
 import triton
 
 from kvtier_kernels.base import AttentionKernels, AttentionState, RaggedKV
-from kvtier_kernels.bins import Bins
 from kvtier_kernels.triton_backend.attention import by_slots
 from kvtier_kernels.triton_backend.attention.by_lists import TritonLists
 from kvtier_kernels.triton_backend.attention.dense import CUDNN, DensePrefixes, has_cudnn_attention
@@ -26,25 +25,12 @@ from kvtier_kernels.triton_backend.launching import (
     to_device,
 )
 from kvtier_kernels.triton_backend.memory.attend import TritonMemory
-from kvtier_kernels.triton_backend.merging.bins import SortedBins
-from kvtier_kernels.triton_backend.merging.homes import Homes
 from kvtier_kernels.triton_backend.planning.plans import TritonPlan
-from kvtier_kernels.triton_backend.selection.prediction import Predictions
-from kvtier_kernels.triton_backend.selection.window_mass import WindowMass
+from kvtier_kernels.triton_backend.selecting import TritonSelection
 
 MERGE_ROWS = 8
 # Tokens of a program that stores new ones.
 STORE_TOKENS = 16
-
-
-class TritonSelection(WindowMass, Predictions, Homes):
-    """Scores, homes and bins on a GPU: no logits and no similarities in memory."""
-
-    def __init__(self, launch: Launch = launch) -> None:
-        self._launch = launch
-
-    def bins(self, target: torch.Tensor, count: int) -> Bins:
-        return SortedBins(target, count, self._launch)
 
 
 class TritonKernels(AttentionKernels):
@@ -143,6 +129,3 @@ class TritonKernels(AttentionKernels):
         if self._dense is None and has_cudnn_attention(q):
             return CUDNN
         return self._dense
-
-
-__all__ = ["TritonKernels", "TritonSelection"]

@@ -90,19 +90,3 @@ def to_device(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host
-
-
-__all__ = [
-    "FIRST_WITH_E4M3",
-    "Launch",
-    "check_device",
-    "dim_contiguous",
-    "has_numbers_of",
-    "has_wide_products",
-    "is_ieee",
-    "is_interpreted",
-    "launch",
-    "multiprocessors",
-    "state_buffers",
-    "to_device",
-]

@@ -10,7 +10,6 @@ Runs over a `HeadPagedKVPool` only. It serves SGLang's own radix cache as well (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from kvtier_kernels.fp8 import as_stored
 from kvtier_sglang.attention.drafts import fold, over_branches, over_prefixes, unfold
 from kvtier_sglang.attention.plans import BatchPlan, Planner, indptr
 from kvtier_sglang.compression.selection import PackedSelection, PrefillRows
-from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.pool.kv_pool import kvtier_pool
 from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 
@@ -66,13 +64,6 @@ class KvtierAttnBackend(AttentionBackend):
         self.selection = selection
         self.refresh = refresh
         self.forward_metadata: BatchPlan | None = None
-        # Set where there are prefix memories.
-        self.memories: MemoryPasses | None = None
-
-    def use_memories(self, memories: MemoryPasses) -> None:
-        """Requests may begin with prefixes that these stand for."""
-        self.memories = memories
-        self.planner.lists.allow_gaps()
 
     def support_triton(self) -> bool:
         return False
@@ -86,15 +77,26 @@ class KvtierAttnBackend(AttentionBackend):
     # -- once per forward pass --
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        if forward_batch.forward_mode.is_idle():
+        mode, planner, refresh = forward_batch.forward_mode, self.planner, self.refresh()
+        if mode.is_idle():
             self.forward_metadata = None
-            return
-        if forward_batch.forward_mode.is_target_verify():
-            self.forward_metadata = self.planner.verify(forward_batch)
-        elif forward_batch.forward_mode.is_extend():
-            self.forward_metadata = self._begin_extend(forward_batch)
+        elif mode.is_target_verify():
+            self.forward_metadata = planner.verify(forward_batch)
+        elif mode.is_extend():
+            requests = forward_batch.req_pool_indices.tolist()
+            if refresh is not None:
+                new = forward_batch.extend_seq_lens_cpu
+                held = forward_batch.extend_prefix_lens_cpu
+                stops = [int(a) + int(b) for a, b in zip(held, new, strict=True)]
+                refresh.refresher.begin_pass(
+                    forward_batch.rids, requests, stops, indptr(new), self.req_to_token
+                )
+            self.forward_metadata = planner.extend(forward_batch, requests)
         else:
-            self.forward_metadata = self._begin_decode(forward_batch)
+            if refresh is not None and refresh.trigger is not None:
+                requests = forward_batch.req_pool_indices.tolist()
+                refresh.trigger.begin_pass(forward_batch.rids, requests, self.req_to_token)
+            self.forward_metadata = planner.decode(forward_batch)
 
     # CUDA graphs of decoding call these instead: the second part is recorded.
 
@@ -112,41 +114,7 @@ class KvtierAttnBackend(AttentionBackend):
         self.forward_metadata = None
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        plan = self.planner.recorded(forward_batch)
-        if self.memories is not None:
-            plan = replace(plan, memory=self.memories.recorded(forward_batch))
-        self.forward_metadata = plan
-
-    def _begin_extend(self, forward_batch: Any) -> BatchPlan:
-        requests = forward_batch.req_pool_indices.tolist()
-        refresh = self.refresh()
-        if refresh is not None:
-            new = forward_batch.extend_seq_lens_cpu
-            held = forward_batch.extend_prefix_lens_cpu
-            stops = [int(a) + int(b) for a, b in zip(held, new, strict=True)]
-            refresh.begin_prefill(
-                forward_batch.rids, requests, stops, indptr(new), self.req_to_token
-            )
-        plan = self.planner.extend(forward_batch, requests)
-        if self.memories is None:
-            return plan
-        return replace(plan, memory=self.memories.extend(forward_batch))
-
-    def _begin_decode(self, forward_batch: Any) -> BatchPlan:
-        watching = self._watching
-        if watching is not None:
-            requests = forward_batch.req_pool_indices.tolist()
-            watching.begin_decode(forward_batch.rids, requests, self.req_to_token)
-        plan = self.planner.decode(forward_batch)
-        if self.memories is None:
-            return plan
-        return replace(plan, memory=self.memories.decode(forward_batch))
-
-    @property
-    def _watching(self) -> TurnRefresh | None:
-        """The refresh that watches the queries of generated tokens, if any does."""
-        refresh = self.refresh()
-        return refresh if refresh is not None and refresh.watches_decoding else None
+        self.forward_metadata = self.planner.decode(forward_batch, recorded=True)
 
     def prefill_rows(self) -> PrefillRows | None:
         """Return the rows that the extend pass under way computes, if selection will want to
@@ -167,60 +135,69 @@ class KvtierAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """q [tokens, heads * dim], k, v [tokens, KV heads, dim] -> [tokens, heads * dim]. sinks:
         [heads], the logits of what heads give to nothing."""
-        batch = self._metadata()
-        q, k, v = self._shaped(q, k, v, layer)
-        sinks = self._of_groups(sinks)
+        batch = self.forward_metadata
+        assert batch is not None, "init_forward_metadata was not called"
+        heads, dim, scale = layer.tp_k_head_num, layer.qk_head_dim, layer.scaling
+        q = q.view(-1, heads, layer.tp_q_head_num // heads, dim)
+        k, v = k.view(-1, heads, dim), v.view(-1, heads, dim)
+        if sinks is not None:
+            sinks = sinks.view(heads, -1)
         index = layer.layer_id - self.pool.start_layer
-        if self._windowed[index]:
-            return self._window(index, q, k, v, layer.scaling, batch, sinks, save=save_kv_cache)
-        if self.selection is not None and batch.prefill is not None:
-            self.selection.observe(index, q, k, v, batch.prefill, layer.scaling)
-        memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
-        q, k, v = self._stored(index, q, k, v, batch, save=save_kv_cache)
-        if batch.drafts is not None:
-            out = self._verify(index, q, k, v, layer.scaling, batch, batch.drafts)
-            return self._in_model_units(index, out)
-        refresh = self.refresh()
-        if refresh is not None:
-            # Requests that begin a turn in this pass choose this layer's entries anew.
-            refresh.layer(index, q, layer.scaling)
-            if index == self.pool.layer_num - 1:
-                refresh.end_pass()
-        kv = RaggedKV(*self.pool.kv[index])
-        rest = batch.q_indptr, kv, batch.prefixes, layer.scaling
-        state = self.kernels.extend(q, k, v, *rest)
-        if batch.lists is not None:
-            before = self.planner.lists.extend(q, batch.q_indptr, batch.lists, index, layer.scaling)
-            state = self.kernels.merge_states(before, state)
-        return self._with_memory(index, state, memory, sinks)
+        windowed = self._windowed[index]
+        if self.selection is not None and batch.prefill is not None and not windowed:
+            self.selection.observe(index, q, k, v, batch.prefill, scale)
+        memory = None if batch.memory is None else batch.memory.state(index, q, scale)
+        q, k, v = self._in_stored_units(index, q, k, v)
+        if save_kv_cache:
+            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
+        v_scale = self.pool.scales.of(index).v
+        if windowed:
+            out = self._over_window(index, q, k, v, scale, batch, sinks)
+        elif batch.drafts is not None:
+            out = self._verify(index, q, k, v, scale, batch, batch.drafts)
+        else:
+            state = self._over_all(index, q, k, v, scale, batch)
+            if memory is not None:
+                o = memory.o if v_scale == 1.0 else memory.o / v_scale
+                state = self.kernels.merge_states(state, AttentionState(o, memory.lse))
+            out = state.o if sinks is None else with_sinks(state, sinks).o
+        # It was summed over values as stored.
+        if v_scale != 1.0:
+            out.mul_(v_scale)
+        return out.view(out.shape[0], -1)
 
-    def forward_decode(
+    # One token per request. The pass knows what it is.
+    forward_decode = forward_extend
+
+    def _over_all(
         self,
+        index: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """One token per request; shapes as in `forward_extend`."""
-        batch = self._metadata()
-        q, k, v = self._shaped(q, k, v, layer)
-        sinks = self._of_groups(sinks)
-        index = layer.layer_id - self.pool.start_layer
-        if self._windowed[index]:
-            return self._window(index, q, k, v, layer.scaling, batch, sinks, save=save_kv_cache)
-        memory = None if batch.memory is None else batch.memory.state(index, q, layer.scaling)
-        q, k, v = self._stored(index, q, k, v, batch, save=save_kv_cache)
-        watching = self._watching
-        if watching is not None:
-            watching.record(index, q)
-        assert batch.lists is not None, "a decoding pass without a plan"
-        state = self.planner.lists.decode(q, batch.lists, index, layer.scaling)
-        return self._with_memory(index, state, memory, sinks)
+        scale: float,
+        batch: BatchPlan,
+    ) -> AttentionState:
+        """A layer that attends to everything, in stored units."""
+        refresh, lists = self.refresh(), self.planner.lists
+        if not batch.q_indptr:
+            if refresh is not None and refresh.trigger is not None:
+                refresh.trigger.record(index, q)
+            assert batch.lists is not None, "a decoding pass without a plan"
+            return lists.decode(q, batch.lists, index, scale)
+        if refresh is not None:
+            # Requests that begin a turn in this pass choose this layer's entries anew.
+            refresh.layer(index, q, scale)
+            if index == self.pool.layer_num - 1:
+                refresh.refresher.end_pass()
+        kv = RaggedKV(*self.pool.kv[index])
+        state = self.kernels.extend(q, k, v, batch.q_indptr, kv, batch.prefixes, scale)
+        if batch.lists is None:
+            return state
+        before = lists.extend(q, batch.q_indptr, batch.lists, index, scale)
+        return self.kernels.merge_states(before, state)
 
-    def _window(
+    def _over_window(
         self,
         index: int,
         q: torch.Tensor,
@@ -229,19 +206,14 @@ class KvtierAttnBackend(AttentionBackend):
         scale: float,
         batch: BatchPlan,
         sinks: torch.Tensor | None,
-        *,
-        save: bool,
     ) -> torch.Tensor:
         """A layer that attends to its newest tokens only."""
         windows = self.planner.windows
         assert windows is not None, "a window that nothing was planned for"
-        q, k, v = self._stored(index, q, k, v, batch, save=save)
-        if batch.q_indptr:
-            kv = RaggedKV(*self.pool.kv[index])
-            out = windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale, sinks)
-        else:
-            out = windows.decode(q, batch.windows, index, scale, sinks)
-        return self._in_model_units(index, out)
+        if not batch.q_indptr:
+            return windows.decode(q, batch.windows, index, scale, sinks)
+        kv = RaggedKV(*self.pool.kv[index])
+        return windows.extend(q, k, v, batch.q_indptr, kv, batch.tails, scale, sinks)
 
     def _verify(
         self,
@@ -261,38 +233,6 @@ class KvtierAttnBackend(AttentionBackend):
         state, branches = over_prefixes(decode, q), over_branches(q, k, v, masks, scale)
         return unfold(self.kernels.merge_states(state, branches).o, count)
 
-    def _with_memory(
-        self,
-        index: int,
-        state: AttentionState,
-        memory: AttentionState | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """A layer's output, of what was found in entries (in stored units) and in memories."""
-        if memory is not None:
-            v_scale = self.pool.scales.of(index).v
-            o = memory.o if v_scale == 1.0 else memory.o / v_scale
-            state = self.kernels.merge_states(state, AttentionState(o, memory.lse))
-        if sinks is not None:
-            state = with_sinks(state, sinks)
-        return self._in_model_units(index, state.o)
-
-    def _stored(
-        self,
-        index: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: BatchPlan,
-        *,
-        save: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A layer's new tokens in stored units, which are written into the pool where asked."""
-        q, k, v = self._in_stored_units(index, q, k, v)
-        if save:
-            self.kernels.store(k, v, RaggedKV(*self.pool.kv[index]), batch.write)
-        return q, k, v
-
     def _in_stored_units(
         self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -306,29 +246,3 @@ class KvtierAttnBackend(AttentionBackend):
         if scales.k != 1.0:
             q = q * scales.k
         return q, as_stored(k, dtype, scales.k), as_stored(v, dtype, scales.v)
-
-    def _in_model_units(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """A layer's output `[tokens, heads * dim]`, which was summed over values as stored."""
-        scale = self.pool.scales.of(index).v
-        if scale != 1.0:
-            out.mul_(scale)
-        return out.view(out.shape[0], -1)
-
-    def _of_groups(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the sinks of the query heads of each KV head, `[heads, group]`: a view."""
-        return None if sinks is None else sinks.view(self.pool.head_num, -1)
-
-    def _metadata(self) -> BatchPlan:
-        assert self.forward_metadata is not None, "init_forward_metadata was not called"
-        return self.forward_metadata
-
-    def _shaped(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q as [tokens, KV heads, group, dim]; k, v as [tokens, KV heads, dim]."""
-        heads, dim = layer.tp_k_head_num, layer.qk_head_dim
-        group = layer.tp_q_head_num // heads
-        return q.view(-1, heads, group, dim), k.view(-1, heads, dim), v.view(-1, heads, dim)
-
-
-__all__ = ["KvtierAttnBackend"]

@@ -81,6 +81,3 @@ def over_branches(
     lse = torch.logsumexp(logits, dim=-1)
     o = torch.exp(logits - lse.unsqueeze(-1)) @ values
     return AttentionState(o.to(q.dtype), lse)
-
-
-__all__ = ["fold", "over_branches", "over_prefixes", "tree_masks", "unfold"]

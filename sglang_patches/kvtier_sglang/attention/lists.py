@@ -58,30 +58,17 @@ class RequestLists:
         self._kernels, self._pool, self._packed = kernels.lists, pool, pool.packed
         self._merge = kernels.merge_states
         self._cells, self._coded_cells = pool.cells, pool.coded_cells
-        self.columns = pool.layer_num * pool.head_num
         rows = len(req_to_token)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=pool.device)
-
-        self._blank = zeros(1, dtype=torch.int64) + rows
-        self.tables = ListTables(
-            words=zeros(rows + 1, self.columns, dtype=torch.int64),
-            pages=zeros(rows + 1, self.columns),
-            slots=req_to_token,
-        )
+        self._blank = torch.tensor([rows], device=pool.device)
+        self.tables = replace(blank_tables(pool, rows + 1, 0), slots=req_to_token)
         # Lists of coded pages.
-        self.coded = ListTables(
-            words=zeros(rows + 1, self.columns, dtype=torch.int64),
-            pages=zeros(rows + 1, self.columns),
-            slots=zeros(rows + 1, 1),
-        )
+        self.coded = blank_tables(pool, rows + 1, 1)
         # True once tokens of a request may have no slot.
         self._has_gaps = False
         # The number of each row's tokens that are not dense.
-        self._packed_tokens = zeros(rows + 1)
+        self._packed_tokens = torch.zeros(rows + 1, dtype=torch.int32, device=pool.device)
         # The number of each row's dense tokens before the last of those, where somebody asks.
-        self._begins = zeros(rows + 1)
+        self._begins = torch.zeros_like(self._packed_tokens)
         self.finds_gaps = False
         # The words of rows, which the tables only point to, and the spans that they are of.
         self._words: dict[int, torch.Tensor] = {}
@@ -159,37 +146,28 @@ class RequestLists:
         tokens = torch.tensor(dense, dtype=torch.int32).to(rows.device)
         return self._plan(rows, tokens, None, codes=bool(self._codes))
 
-    def grown(self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor) -> ListPlans:
-        """A plan of a decoding pass. rows, lengths: `[requests]`, lengths with the newest token,
-        whose slots are `newest`; a length of 0 where a request only fills up the batch."""
-        at = rows.numel()
-        last, codes = self._last.get(at), bool(self._codes)
-        self._last = {at: self._grown(rows, lengths, newest, last, codes=codes)}
-        return self._last[at]
-
-    def recorded(
-        self, rows: torch.Tensor, lengths: torch.Tensor, newest: torch.Tensor
-    ) -> ListPlans:
-        """The same for a CUDA graph of so many requests, whose plan stays where it is."""
-        at = rows.numel()
-        before, codes = self._of_graphs.get(at), self._coded_cells is not None
-        self._of_graphs[at] = self._grown(rows, lengths, newest, before, codes=codes)
-        return self._of_graphs[at]
-
-    def _grown(
+    def grown(
         self,
         rows: torch.Tensor,
         lengths: torch.Tensor,
         newest: torch.Tensor,
-        into: ListPlans | None,
         *,
-        codes: bool,
+        recorded: bool = False,
     ) -> ListPlans:
-        if not self._has_gaps:
-            return self._plan(rows, lengths, into, codes=codes)
-        rows, dense = self._dense(rows, lengths)
-        self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
-        return self._plan(rows, dense, into, codes=codes)
+        """A plan of a decoding pass. rows, lengths: `[requests]`, lengths with the newest token,
+        whose slots are `newest`; a length of 0 where a request only fills up the batch. recorded:
+        by a CUDA graph of so many requests, whose plan stays where it is."""
+        at, dense = rows.numel(), lengths
+        known = self._of_graphs if recorded else self._last
+        codes = self._coded_cells is not None if recorded else bool(self._codes)
+        if self._has_gaps:
+            rows, dense = self._dense(rows, lengths)
+            self.tables.slots[rows, (dense - 1).clamp_min(0)] = newest.to(torch.int32)
+        plan = self._plan(rows, dense, known.get(at), codes=codes)
+        if not recorded:
+            known.clear()
+        known[at] = plan
+        return plan
 
     def _dense(
         self, rows: torch.Tensor, lengths: torch.Tensor
@@ -249,6 +227,14 @@ class RequestLists:
         return self._merge(state, codes)
 
 
+def blank_tables(pool: HeadPagedKVPool, rows: int, width: int) -> ListTables:
+    """Tables of so many rows without entries, with room for so many dense tokens each."""
+    shape = rows, pool.layer_num * pool.head_num
+    words = torch.zeros(shape, dtype=torch.int64, device=pool.device)
+    slots = torch.zeros(rows, width, dtype=torch.int32, device=pool.device)
+    return ListTables(words, words.to(torch.int32), slots)
+
+
 def before_the_last_gap(is_dense: torch.Tensor) -> torch.Tensor:
     """Return how many tokens are dense before the last one that is not; 0 where all are. is_dense:
     bool `[tokens]`. It asks the device for nothing."""
@@ -268,6 +254,3 @@ def table_bytes(configurator: Any) -> int:
         return 0
     requests = max(decode.bs or [decode.max_bs or 0])
     return int(requests * configurator.model_config.context_len * torch.int32.itemsize)
-
-
-__all__ = ["Dense", "ListPlans", "RequestLists", "table_bytes"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kvtier_kernels import AttentionKernels
+from kvtier_kernels import AttentionKernels, RaggedKV
 from kvtier_sglang.attention.drafts import tree_masks
-from kvtier_sglang.attention.lists import ListPlans, RequestLists
+from kvtier_sglang.attention.lists import ListPlans, RequestLists, blank_tables
 from kvtier_sglang.attention.windows import Windows
 from kvtier_sglang.compression.selection import PrefillRows
-from kvtier_sglang.memory.passes import MemoryPass
+from kvtier_sglang.memory.passes import MemoryPass, MemoryPasses
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 
@@ -65,10 +65,17 @@ class Planner:
         self.pool = pool
         self.req_to_token = req_to_token
         self.lists = RequestLists(kernels, pool, req_to_token)
+        # Set where there are prefix memories.
+        self.memories: MemoryPasses | None = None
         self.windows = None
         if window is not None:
             self.windows = Windows(kernels, pool, len(req_to_token) + 1, window)
             self.lists.finds_gaps = True
+
+    def use_memories(self, memories: MemoryPasses) -> None:
+        """Requests may begin with prefixes that these stand for."""
+        self.memories = memories
+        self.lists.allow_gaps()
 
     def extend(self, forward_batch: Any, requests: list[int]) -> BatchPlan:
         """requests: their rows, which the caller has asked the device for."""
@@ -89,7 +96,8 @@ class Planner:
             lists = self.lists.prefixes(forward_batch.req_pool_indices, dense)
             rows = [row[:0] for row in rows]
         prefixes = self.kernels.plan(torch.cat(rows), indptr(row.numel() for row in rows))
-        return BatchPlan(written, q_indptr, lists, prefixes, prefill, tails=tails)
+        memory = None if self.memories is None else self.memories.extend(forward_batch)
+        return BatchPlan(written, q_indptr, lists, prefixes, prefill, memory=memory, tails=tails)
 
     def follow_moved(self, forward_batch: Any) -> None:
         """Write again, before a decoding pass, the rows that have other slots than their lists say.
@@ -102,28 +110,20 @@ class Planner:
                 (row,) = self._rows([request], [length - 1])
                 self.lists.begin(request, row, row[:0])
 
-    def decode(self, forward_batch: Any) -> BatchPlan:
-        self.follow_moved(forward_batch)
-        written = forward_batch.out_cache_loc
+    def decode(self, forward_batch: Any, *, recorded: bool = False) -> BatchPlan:
+        """recorded: by a CUDA graph, which asks nothing of the host."""
+        if not recorded:
+            self.follow_moved(forward_batch)
+        written, windows = forward_batch.out_cache_loc, None
         requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-        lists = self.lists.grown(requests, lengths, written)
-        return BatchPlan(written, lists=lists, windows=self._windows(requests, lengths))
-
-    def recorded(self, forward_batch: Any) -> BatchPlan:
-        """A decoding pass that a CUDA graph records: it asks nothing of the host."""
-        written = forward_batch.out_cache_loc
-        requests, lengths = forward_batch.req_pool_indices, forward_batch.seq_lens
-        lists = self.lists.recorded(requests, lengths, written)
-        windows = self._windows(requests, lengths, recorded=True)
-        return BatchPlan(written, lists=lists, windows=windows)
-
-    def _windows(
-        self, requests: torch.Tensor, lengths: torch.Tensor, *, recorded: bool = False
-    ) -> Any:
-        """Return the plan of what layers with a window read in a decoding pass."""
-        if self.windows is None:
-            return None
-        return self.windows.plan(self.lists.dense(requests, lengths), recorded=recorded)
+        lists = self.lists.grown(requests, lengths, written, recorded=recorded)
+        if self.windows is not None:
+            dense = self.lists.dense(requests, lengths)
+            windows = self.windows.plan(dense, recorded=recorded)
+        memory = None
+        if self.memories is not None:
+            memory = self.memories.decode(forward_batch, recorded=recorded)
+        return BatchPlan(written, lists=lists, memory=memory, windows=windows)
 
     def verify(self, forward_batch: Any) -> BatchPlan:
         """Drafts over prefixes that are as long as the batch says."""
@@ -144,9 +144,43 @@ class Planner:
         ]
 
 
+def warm_up(
+    kernels: AttentionKernels,
+    pool: HeadPagedKVPool,
+    *,
+    dtype: torch.dtype,
+    chunk: int,
+    context: int,
+) -> None:
+    """Call every kind of pass once before there are requests, so that none waits for compiling.
+
+    On a GPU, Triton takes a second or more to compile a variant of a kernel when it is first
+    called, and cuDNN prepares each new shape. What more decoding needs is compiled when CUDA graphs
+    are captured. This extends over the entry in the padding slot, as a token and as a list, decodes
+    over the list, and writes nothing into the pool.
+
+    dtype: of queries. chunk, context: the most new tokens of a pass, and the most entries of a
+    request.
+    """
+    device, kv = pool.device, RaggedKV(*pool.kv[0])
+    q = torch.zeros(1, pool.head_num, pool.group, pool.head_dim, dtype=dtype, device=device)
+    for new, entries in kernels.extend_shapes(q, chunk, context):
+        q = torch.zeros(new, *q.shape[1:], dtype=dtype, device=device)
+        k = torch.zeros(new, pool.head_num, pool.head_dim, dtype=dtype, device=device)
+        slots = torch.zeros(entries, dtype=torch.int64, device=device)
+        plan = kernels.plan(slots, (0, entries))
+        state = kernels.extend(q, k, k, (0, new), kv, plan, 1.0)
+    kernels.merge_states(state, state)
+    tables = blank_tables(pool, 1, 1)
+    row = tables.slots[0]
+    plan = kernels.lists.plan(tables, row, row + 1, pool.layer_num, pool.head_num)
+    none = kernels.lists.plan(tables, row, row, pool.layer_num, pool.head_num)
+    for cells, over in ((pool.cells, plan), (pool.coded_cells, none)):
+        if cells is not None:
+            kernels.lists.extend(q[:1], (0, 1), cells, over, 0, 1.0)
+            kernels.lists.decode(q[:1], cells, over, 0, 1.0)
+
+
 def indptr(lengths: Iterable[int]) -> tuple[int, ...]:
     """Return where each of so many rows begins, and where the last ends."""
     return (0, *accumulate(int(length) for length in lengths))
-
-
-__all__ = ["BatchPlan", "Planner", "indptr"]

@@ -20,8 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from kvtier_kernels import AttentionKernels, RaggedKV, with_sinks
 from kvtier_kernels.fp8 import take
-from kvtier_kernels.lists import ListTables
-from kvtier_sglang.attention.lists import Dense
+from kvtier_sglang.attention.lists import Dense, blank_tables
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 
 # Queries of a block; of a window that is larger, as many as it has tokens.
@@ -38,17 +37,8 @@ class Windows:
         self.tokens = tokens
         self._kernels, self._cells = kernels.lists, pool.cells
         self._shape = pool.layer_num, pool.head_num
-        columns = pool.layer_num * pool.head_num
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=pool.device)
-
         # A request of a pass has the row of its place in the batch.
-        self._tables = ListTables(
-            words=zeros(rows, columns, dtype=torch.int64),
-            pages=zeros(rows, columns),
-            slots=zeros(rows, tokens),
-        )
+        self._tables = blank_tables(pool, rows, tokens)
         self._steps = torch.arange(tokens, device=pool.device)
         self._rows = torch.arange(rows, device=pool.device)
         # The plans of passes and of CUDA graphs, keyed by their number of requests.
@@ -149,6 +139,3 @@ def over_window(
         found = scaled_dot_product_attention(queries, keys, values, attn_mask=sees, scale=scale)
         parts.append(found[..., :dim].permute(2, 0, 1, 3))
     return torch.cat(parts) if parts else torch.empty_like(q)
-
-
-__all__ = ["Windows", "over_window"]

@@ -251,6 +251,3 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures there")
     add_flags(parser)
     return parser
-
-
-__all__ = ["lines_of", "main", "shown"]

@@ -216,6 +216,3 @@ async def _all_kept(asker: _Asker, turns: Sequence[tuple[Turn, Said]]) -> list[K
         await asker.say([*prompt_ids, *answer_ids], 0)
         found.append(Kept(loss, best_ids))
     return found
-
-
-__all__ = ["Kept", "Said", "as_served", "with_full_kv"]

@@ -96,6 +96,3 @@ def figures_of(turns: Sequence[TurnResult]) -> Figures:
 
 def _share(found: Sequence[Any], holds: Callable[[Any], bool]) -> float | None:
     return sum(map(holds, found)) / len(found) if found else None
-
-
-__all__ = ["CalledTool", "Document", "Figures", "TurnResult", "figures_of"]

@@ -86,6 +86,3 @@ def _row(label: str, group: Sequence[TurnResult], found: Figures) -> list[str]:
 
 def _mean_prompt(group: Sequence[TurnResult]) -> float:
     return sum(one.prompt_tokens for one in group) / len(group)
-
-
-__all__ = ["render", "share"]

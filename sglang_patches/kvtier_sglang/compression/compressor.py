@@ -171,6 +171,3 @@ class Compressor:
             nll=nll,
         )
         return self.retention.choose(turn, share_in(node.key.extra_key))
-
-
-__all__ = ["Compressible", "Compressor"]

@@ -1,19 +1,27 @@
-"""The share rule in force, applied to every context and recorded."""
+"""The share rule in force, applied to every context and recorded; and the NLL of its prompt under
+the model, where the rule reads it, from the prefill that is done.
+
+SGLang computes logits for the last token of a prefill only. Here every `stride`-th token of it is
+asked as well, from hidden states that are at hand: 1 / stride of the output layer's work. The
+NLL is kept per slot, like the window mass, and averaged over a node when its turn ends.
+
+A token at position p is asked for the one at p + 1, so the last token of a chunk is not asked.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from kvtier.retention.shares import AtMost, Choice, ShareRule, Turn
-from kvtier_sglang.compression.metrics import RetentionMetrics
+from kvtier_sglang.compression.selection import PrefillRows
+from kvtier_sglang.metrics import RetentionMetrics
 from kvtier_sglang.ranks import Ranks
-
-logger = logging.getLogger(__name__)
 
 RECENT_TURNS = 64
 # Fewer asked tokens say little about a text.
@@ -51,7 +59,8 @@ class Retention:
     def _record(self, turn: Turn, choice: Choice) -> None:
         kept = turn.protected_tokens + choice.kept_tokens
         self.reasons[choice.reason] += 1
-        self._tell_metrics(turn, choice)
+        if self.metrics is not None:
+            self.metrics.turn(turn, choice)
         self.prompt_tokens += turn.prompt_tokens
         self.kept_tokens += kept
         self.recent.append(
@@ -65,16 +74,6 @@ class Retention:
             }
         )
 
-    def _tell_metrics(self, turn: Turn, choice: Choice) -> None:
-        """Metrics live in files that processes share; a full disk must not end the scheduler."""
-        if self.metrics is None:
-            return
-        try:
-            self.metrics.turn(turn, choice)
-        except Exception:
-            self.metrics = None
-            logger.warning("metrics failed and are off from now on", exc_info=True)
-
     def report(self) -> dict[str, Any]:
         """Return shares, reasons and the newest turns for the server's internal state."""
         report: dict[str, Any] = {
@@ -86,6 +85,31 @@ class Retention:
         if self.source is not None:
             report["calibration"] = dict(self.source.counters)
         return report
+
+
+def observe_nll(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    input_ids: torch.Tensor,
+    rows: PrefillRows,
+    stride: int,
+    nll: torch.Tensor,
+) -> None:
+    """Write the NLL of every `stride`-th token of a prefill into `nll`, by slot: -ln p(the token
+    that follows), nats. hidden: `[tokens, hidden size]` of all tokens of the prefill; of fewer
+    (SGLang keeps the last ones only) nothing is measured."""
+    if hidden.shape[0] != rows.indptr[-1]:
+        return
+    # Positions that are multiples of the stride, but for a request's last row.
+    picked = [
+        torch.arange(begin + -start % stride, max(begin + -start % stride, end - 1), stride)
+        for begin, end, start in zip(rows.indptr, rows.indptr[1:], rows.start, strict=False)
+    ]
+    asked = torch.cat(picked).to(hidden.device)
+    if asked.numel():
+        logits = logits_of(hidden[asked]).float()
+        wanted = input_ids[asked + 1].to(torch.int64)
+        nll[rows.slots[asked]] = cross_entropy(logits, wanted, reduction="none")
 
 
 def mean_nll(nll: torch.Tensor) -> float | None:

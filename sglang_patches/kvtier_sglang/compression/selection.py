@@ -323,6 +323,3 @@ class ProfileSelection(PackedSelection):
                 1, select(scores, keep), value=True
             )
         return Kept(entries, self._means, stay)
-
-
-__all__ = ["AdaptiveSelection", "PackedSelection", "PrefillRows", "ProfileSelection"]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
 from kvtier.errors import UsageError
 from kvtier.heads.reference.rotation import KeyRotation
@@ -160,40 +161,18 @@ def stacked(layers: Sequence[MemoryLayer], dtype: torch.dtype, device: torch.dev
     """The same layer of several memories, N = 1 each, as one; narrower lookups are padded with
     directions that no query has."""
     width = max(layer.projection.shape[1] for layer in layers)
-
-    def padded_projection(layer: MemoryLayer) -> torch.Tensor:
-        missing = width - layer.projection.shape[1]
-        return torch.nn.functional.pad(layer.projection, (0, 0, 0, 0, 0, 0, 0, missing))
-
-    def padded_keys(layer: MemoryLayer) -> torch.Tensor:
-        direction, place = layer.keys[:, :-PLACE_WIDTH], layer.keys[:, -PLACE_WIDTH:]
-        missing = width - direction.shape[1]
-        return torch.cat([torch.nn.functional.pad(direction, (0, missing)), place], dim=1)
-
-    def joined(name: str) -> torch.Tensor:
-        return torch.cat([getattr(layer, name) for layer in layers])
-
-    tensors = {
-        name: joined(name)
-        for name in MemoryLayer._fields
-        if name not in ("projection", "keys", "key_indptr", "kept_indptr")
-    }
-    tensors["projection"] = torch.cat([padded_projection(layer) for layer in layers])
-    tensors["keys"] = torch.cat([padded_keys(layer) for layer in layers])
-    tensors["key_indptr"] = _bounds([layer.key_indptr for layer in layers])
-    tensors["kept_indptr"] = _bounds([layer.kept_indptr for layer in layers])
-    return MemoryLayer(
-        **{
-            name: tensor.to(device, dtype if name in IN_MODEL_DTYPE else None)
-            for name, tensor in tensors.items()
-        }
-    )
-
-
-def _bounds(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return where parts begin and end that lie behind one another, from their own bounds."""
-    counts = torch.cat([bounds.diff() for bounds in parts])
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-
-
-__all__ = ["NONE", "MemoryBank", "stacked"]
+    tensors = {}
+    for name in MemoryLayer._fields:
+        parts = [getattr(layer, name) for layer in layers]
+        if name == "projection":
+            parts = [pad(x, (0, 0, 0, 0, 0, 0, 0, width - x.shape[1])) for x in parts]
+        elif name == "keys":
+            # Their places come last.
+            both = [x.split([x.shape[1] - PLACE_WIDTH, PLACE_WIDTH], 1) for x in parts]
+            parts = [torch.cat([pad(x, (0, width - x.shape[1])), at], 1) for x, at in both]
+        elif name in ("key_indptr", "kept_indptr"):
+            # The bounds of parts that lie behind one another, from their own.
+            counts = torch.cat([bounds.diff() for bounds in parts])
+            parts = [pad(counts.cumsum(0), (1, 0)).int()]
+        tensors[name] = torch.cat(parts).to(device, dtype if name in IN_MODEL_DTYPE else None)
+    return MemoryLayer(**tensors)

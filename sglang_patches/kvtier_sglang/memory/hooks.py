@@ -1,4 +1,9 @@
-"""The hooks in SGLang's requests and schedulers, where there may be prefix memories."""
+"""The hooks in SGLang's requests and schedulers, where there may be prefix memories.
+
+A request whose prompt begins with a memory's prefix gets an extra key with the memory's digest, so
+its whole context is in a tree of its own (radix/prefix_nodes.py): nothing that was computed behind
+a memory is taken for what was computed behind the exact prefix, nor the other way round.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,16 @@ from typing import Any
 
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
-from kvtier_sglang.compat import backends_are_ours
-from kvtier_sglang.memory.assigning import assign
+from kvtier_sglang.compat import cache_is_ours
+from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.server import Memories
-from kvtier_sglang.request_options import requested_share
-from kvtier_sglang.tier.scopes import separate_adapters, with_share
+from kvtier_sglang.request_options import asks_exactly, requested_share
+from kvtier_sglang.tier.scopes import separate_adapters, with_memory, with_share
 
 # In the `server_args` of `/set_internal_state`, with any number.
 RELOAD = "kvtier_reload_memories"
+# In a request's `custom_params`: false, and it is answered from the exact prefix.
+WANTS = "kvtier_memory"
 
 
 class RequestHooks:
@@ -28,7 +35,7 @@ class RequestHooks:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
         computed behind a prefix memory, or by sessions that keep less, for what was computed
         without."""
-        if backends_are_ours()[1]:
+        if cache_is_ours():
             separate_adapters(req)
             share = requested_share(req)
             if share is not None:
@@ -75,4 +82,19 @@ class RequestHooks:
         return {**handlers, RELOAD: _UpdateHandler(validate, lambda *_: memories.apply(found))}
 
 
-__all__ = ["RELOAD", "RequestHooks"]
+def assign(bank: MemoryBank, req: Any) -> None:
+    """Give a new request the extra key of its memory, if there is one that it may be answered
+    with."""
+    if not len(bank) or req.lora_id is not None or req.input_embeds is not None:
+        return
+    custom = req.sampling_params.custom_params
+    if asks_exactly(req) or (custom or {}).get(WANTS) is False:
+        bank.counters["opted_out"] += 1
+        return
+    memory = bank.of_prompt(req.origin_input_ids)
+    if memory is None:
+        return
+    # Nobody computes log-probabilities of the prefix's tokens.
+    asks_of_prefix = req.return_logprob and 0 <= req.logprob_start_len < len(memory.prefix_ids)
+    if not asks_of_prefix:
+        req.extra_key = with_memory(req.extra_key, memory.digest)

@@ -7,16 +7,67 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvtier_kernels import AttentionKernels
 from kvtier_kernels.base import AttentionState
-from kvtier_kernels.memory.base import project
+from kvtier_kernels.memory.base import MemoryAnswer, MemoryLayer, project
 from kvtier_kernels.scores import unrotate
 from kvtier_sglang.memory.bank import NONE, MemoryBank
-from kvtier_sglang.memory.lookups import Lookups, PassLookups
+
+
+class Lookups(NamedTuple):
+    """The lookups of one request's prompt, or of a part of it.
+
+    asked:  how many there were, in all layers
+    fell:   of those, that no entry was near enough to
+    margin: the nearest entries' cosines less what is near enough, added up
+    """
+
+    asked: int = 0
+    fell: int = 0
+    margin: float = 0.0
+
+    def plus(self, other: Lookups) -> Lookups:
+        """Return the lookups of both parts."""
+        return Lookups(self.asked + other.asked, self.fell + other.fell, self.margin + other.margin)
+
+
+@dataclass
+class PassLookups:
+    """The lookups of an extend pass, over all layers so far, on the device.
+
+    rids, counts: the requests and their new tokens
+    """
+
+    rids: list[str]
+    counts: list[int]
+    # Float32 [3, tokens]: as in Lookups.
+    _sums: torch.Tensor | None = field(default=None, repr=False)
+
+    def add(self, answer: MemoryAnswer, ids: torch.Tensor, layer: MemoryLayer) -> None:
+        """One layer's answers to the tokens of these memories. A memory without entries there is
+        not asked."""
+        own = ids.clamp_min(0).long()
+        asked = (ids >= 0) & (layer.key_indptr.diff() > 0)[own]
+        fell = asked & (answer.entry < 0)
+        margin = torch.where(asked, answer.cosine - layer.nearness[own], 0.0)
+        sums = torch.stack([asked.float(), fell.float(), margin.float()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def by_request(self) -> dict[str, Lookups]:
+        """Return the lookups of each request that made some. Waits for the device."""
+        if self._sums is None:
+            return {}
+        parts = torch.split(self._sums.cpu().double(), self.counts, dim=1)
+        found = {}
+        for rid, part in zip(self.rids, parts, strict=True):
+            asked, fell, margin = part.sum(1).tolist()
+            if asked:
+                found[rid] = Lookups(int(asked), int(fell), margin)
+        return found
 
 
 @dataclass
@@ -90,20 +141,15 @@ class MemoryPasses:
         self._under_way.append(lookups)
         return MemoryPass(self.bank, self.kernels, tokens, forward_batch.positions, lookups)
 
-    def decode(self, forward_batch: Any) -> MemoryPass | None:
-        """None where no request has a memory."""
-        rids = forward_batch.rids or ()
-        if not len(self.bank) or all(self.bank.index_of(rid) == NONE for rid in rids):
+    def decode(self, forward_batch: Any, *, recorded: bool = False) -> MemoryPass | None:
+        """None where no request has a memory. recorded: by a CUDA graph, which asks the device
+        alone; then None where no memory is loaded, and none will be."""
+        self.bank.is_recorded |= recorded
+        if not len(self.bank):
             return None
-        return self._decoding(forward_batch)
-
-    def recorded(self, forward_batch: Any) -> MemoryPass | None:
-        """A decoding pass that asks the device alone, as CUDA graphs want it; None where no memory
-        is loaded, and none will be."""
-        self.bank.is_recorded = True
-        return self._decoding(forward_batch) if len(self.bank) else None
-
-    def _decoding(self, forward_batch: Any) -> MemoryPass:
+        rids = forward_batch.rids or ()
+        if not recorded and all(self.bank.index_of(rid) == NONE for rid in rids):
+            return None
         ids = self._table(forward_batch.req_pool_indices.device)[forward_batch.req_pool_indices]
         return MemoryPass(self.bank, self.kernels, ids, forward_batch.positions)
 
@@ -124,6 +170,3 @@ class MemoryPasses:
         if self._of_row is None:
             self._of_row = torch.full((self._rows,), NONE, dtype=torch.int32, device=device)
         return self._of_row
-
-
-__all__ = ["MemoryPass", "MemoryPasses"]

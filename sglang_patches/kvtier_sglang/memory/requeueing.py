@@ -10,13 +10,12 @@ retracts requests when memory is short, and matches the exact prefix when it is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvtier_sglang.memory.assigning import leave
 from kvtier_sglang.memory.bank import MemoryBank
-from kvtier_sglang.memory.lookups import Lookups
-from kvtier_sglang.memory.metrics import MemoryMetrics
-from kvtier_sglang.memory.passes import MemoryPasses
+from kvtier_sglang.memory.passes import Lookups, MemoryPasses
+from kvtier_sglang.metrics import MemoryMetrics
+from kvtier_sglang.tier.scopes import without_memory
 
 
 class Requeueing:
@@ -31,8 +30,8 @@ class Requeueing:
         # The lookups of requests that are not through their prompts.
         self._so_far: dict[str, Lookups] = {}
         self._leaving: list[Any] = []
-        # The streaming of requests that are to be queued again.
-        self._silent: dict[str, Streamed] = {}
+        # The streaming of requests that are to be queued again: whether, and how often.
+        self._silent: dict[str, tuple[bool, int | None]] = {}
 
     def process(
         self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
@@ -64,7 +63,7 @@ class Requeueing:
             self._queue(scheduler, req)
 
     def _queue(self, scheduler: Any, req: Any) -> None:
-        self._silent.pop(req.rid).restore(req)
+        req.stream, req.sampling_params.stream_interval = self._silent.pop(req.rid)
         scheduler._add_request_to_queue(req, is_retracted=True)
 
     def _not_answered(self, batch: Any, result: Any) -> list[Any]:
@@ -93,7 +92,7 @@ class Requeueing:
             if leaves:
                 found.append(req)
             if self.metrics is not None:
-                self.metrics.prompt(memory.digest, lookups, "exact" if leaves else "answered")
+                self.metrics.prompt(memory.digest, "exact" if leaves else "answered", *lookups)
         # Others were aborted, in the middle of their prompt.
         self._so_far = {
             rid: so_far
@@ -113,28 +112,14 @@ class Requeueing:
             tree_cache=scheduler.tree_cache,
             hisparse_coordinator=None,
         )
-        leave(req)
-        self._silent[req.rid] = Streamed.silence(req)
+        # It is answered from the exact prefix from now on.
+        req.extra_key = without_memory(req.extra_key)
+        self._silence(req)
         self.bank.counters["requeued"] += 1
 
-
-class Streamed(NamedTuple):
-    """The way that a request's answer is streamed."""
-
-    stream: bool
-    interval: int | None
-
-    @classmethod
-    def silence(cls, req: Any) -> Streamed:
+    def _silence(self, req: Any) -> None:
         """Have SGLang send nothing of a request that has no token yet: it would send that there is
-        none. Returns how it was."""
-        before = cls(req.stream, req.sampling_params.stream_interval)
-        req.stream, req.sampling_params.stream_interval = True, 2
-        return before
-
-    def restore(self, req: Any) -> None:
-        """Have it streamed as it was."""
-        req.stream, req.sampling_params.stream_interval = self.stream, self.interval
-
-
-__all__ = ["Requeueing"]
+        none."""
+        params = req.sampling_params
+        self._silent[req.rid] = req.stream, params.stream_interval
+        req.stream, params.stream_interval = True, 2

@@ -14,48 +14,31 @@ from kvtier.memory.card import Identity
 from kvtier.memory.storage import PrefixMemory, check_may_be_served
 from kvtier_kernels import AttentionKernels
 from kvtier_sglang.memory.bank import MemoryBank
-from kvtier_sglang.memory.metrics import MemoryMetrics
 from kvtier_sglang.memory.passes import MemoryPasses
 from kvtier_sglang.memory.requeueing import Requeueing
 from kvtier_sglang.memory.source import MemorySource
+from kvtier_sglang.metrics import MemoryMetrics, name_in_metrics
 
 logger = logging.getLogger(__name__)
 
 
 class Memories:
-    """See the module docstring.
-
-    served: the model that serves, behind whatever prefix.
-    """
+    """See the module docstring."""
 
     def __init__(
         self,
-        source: MemorySource,
-        served: Identity,
-        bank: MemoryBank,
-        passes: MemoryPasses,
-        metrics: MemoryMetrics | None = None,
-    ) -> None:
-        self.bank = bank
-        self.passes = passes
-        self._source, self._served = source, served
-        self.requeueing = Requeueing(bank, passes, metrics)
-
-    @classmethod
-    def open(
-        cls,
         source: MemorySource,
         runner: Any,
         rotations: Sequence[KeyRotation | None],
         kernels: AttentionKernels,
         shape: ModelShape,
         memory_of: Callable[[str], PrefixMemory | None],
-    ) -> Memories:
+    ) -> None:
         """Load what was at its source at the start. rotations: of the runner's layers; shape: of
         the whole model; memory_of: see MemoryBank. Raises MemoryFileError and
         MemoryMismatchError."""
-        ranks = source.ranks
-        bank = MemoryBank(
+        self._source, ranks = source, source.ranks
+        self.bank = MemoryBank(
             rotations,
             dtype=runner.dtype,
             device=torch.device(runner.device),
@@ -63,15 +46,15 @@ class Memories:
             total=ranks.total,
             memory_of=memory_of,
         )
-        dtype = str(runner.dtype).removeprefix("torch.")
-        served = Identity.of(runner.server_args.model_path, dtype, ())
-        rows = runner.req_to_token_pool.req_to_token.shape[0]
         args, metrics = runner.server_args, None
+        # The model that serves, behind whatever prefix.
+        self._served = Identity.of(args.model_path, str(runner.dtype).removeprefix("torch."), ())
+        rows = runner.req_to_token_pool.req_to_token.shape[0]
+        self.passes = MemoryPasses(self.bank, kernels, rows)
         if args.enable_metrics and ranks.is_first:
-            metrics = MemoryMetrics(args.served_model_name or args.model_path)
-        memories = cls(source, served, bank, MemoryPasses(bank, kernels, rows), metrics)
-        memories.apply(source.read(source.at_start, memories._check))
-        return memories
+            metrics = MemoryMetrics(name_in_metrics(args))
+        self.requeueing = Requeueing(self.bank, self.passes, metrics)
+        self.apply(source.read(source.at_start, self._check))
 
     def readable(self) -> dict[str, PrefixMemory]:
         """Return what is at the source now, by digest, where it can be loaded into a server that
@@ -94,6 +77,3 @@ class Memories:
             if digest not in loaded:
                 self.bank.load(memory)
                 logger.info("prefix memory %s: %d tokens", digest, len(memory.prefix_ids))
-
-
-__all__ = ["Memories"]

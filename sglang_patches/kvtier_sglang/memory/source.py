@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from kvtier.config import Settings
 from kvtier.errors import KvtierError, MemoryFileError, StoreError
 from kvtier.memory.published import MemoryFinder, Place
 from kvtier.memory.storage import PrefixMemory
@@ -34,11 +33,6 @@ class MemorySource:
         self.ranks = ranks
         self._finder = finder
         self.at_start: Sequence[Place] = ranks.first(self._find_or_none)
-
-    @classmethod
-    def of(cls, settings: Settings, model_path: str, ranks: Ranks) -> MemorySource:
-        """Return the source that `settings.memory` names, where it is set."""
-        return cls(MemoryFinder(settings, model_path), ranks)
 
     @property
     def bytes_at_start(self) -> int:
@@ -69,7 +63,12 @@ class MemorySource:
         found: dict[str, PrefixMemory] = {}
         failure: KvtierError | None = None
         try:
-            found = _read(places, check)
+            for place in places:
+                memory = _read(place, check)
+                if any(other.prefix_ids == memory.prefix_ids for other in found.values()):
+                    why = "another one has the same prefix"
+                    raise MemoryFileError(f"prefix memory {place}: {why}")
+                found[memory.digest] = memory
         except KvtierError as error:
             failure = error
         for one in self.ranks.every(failure):
@@ -78,18 +77,10 @@ class MemorySource:
         return found
 
 
-def _read(places: Sequence[Place], check: Check) -> dict[str, PrefixMemory]:
-    found: dict[str, PrefixMemory] = {}
-    for place in places:
-        try:
-            memory = place.read()
-            check(memory)
-        except MemoryFileError as error:
-            raise type(error)(f"prefix memory {place}: {error}") from error
-        if any(other.prefix_ids == memory.prefix_ids for other in found.values()):
-            raise MemoryFileError(f"prefix memory {place}: another one has the same prefix")
-        found[memory.digest] = memory
-    return found
-
-
-__all__ = ["MemorySource"]
+def _read(place: Place, check: Check) -> PrefixMemory:
+    try:
+        memory = place.read()
+        check(memory)
+    except MemoryFileError as error:
+        raise type(error)(f"prefix memory {place}: {error}") from error
+    return memory

@@ -198,6 +198,3 @@ class RestingPrefillBudget(PrefillBudget):
             return False, None
         found: tuple[bool, int | None] = super().check_prefill(total_tokens=total_tokens, **asked)
         return found
-
-
-__all__ = ["BundleAllocator", "RestingPrefillBudget"]

@@ -163,17 +163,10 @@ class HeadPagedKVPool(KVCache):
 
     # SGLang's single-buffer accessors do not know pages of one head.
 
-    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("kvtier's pool is written by .store")
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("kvtier's pool is written by .store, and read through .kv")
 
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
-        raise RuntimeError("kvtier's pool is read through .kv")
-
-    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        raise RuntimeError("kvtier's pool is read through .kv")
-
-    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raise RuntimeError("kvtier's pool is read through .kv")
+    get_key_buffer = get_value_buffer = get_kv_buffer = set_kv_buffer
 
 
 def kvtier_pool(model_runner: Any) -> HeadPagedKVPool:
@@ -185,6 +178,3 @@ def kvtier_pool(model_runner: Any) -> HeadPagedKVPool:
             f"{type(pool).__name__}; the pool hook did not take"
         )
     return pool
-
-
-__all__ = ["HeadPagedKVPool", "LayerKV", "kvtier_pool"]

@@ -126,34 +126,6 @@ class PackedSpan:
     tokens: torch.Tensor | None = None
     coded: CodedShape | None = None
 
-    @classmethod
-    def of(
-        cls,
-        slots: torch.Tensor,
-        counts: Sequence[int],
-        column_cells: int,
-        tokens: torch.Tensor | None = None,
-        coded: CodedShape | None = None,
-    ) -> PackedSpan:
-        """The span whose columns keep so many entries in these bundles."""
-        entries = torch.tensor(counts)
-        held, bits = (PAGE, ENTRY_BITS) if coded is None else (coded.entries, CODED_ENTRY_BITS)
-        pages = -(-entries // held)
-        column = torch.arange(pages.numel()).repeat_interleave(pages)
-        number = torch.arange(column.numel()) - (pages.cumsum(0) - pages)[column]
-        filled = (entries[column] - held * number).clamp_max(held)
-        # Each page stands in its own column first, then wherever others have left a place.
-        bundles = slots.numel() // PAGE
-        free = torch.nonzero(torch.arange(bundles) >= pages[:, None])
-        beyond = number >= bundles
-        stands, bundle = column.clone(), number
-        taken = free[: int(beyond.sum())]
-        stands[beyond], bundle[beyond] = taken[:, 0], taken[:, 1]
-        first = slots[::PAGE][bundle.to(slots.device)]
-        page = (stands.to(slots.device) * column_cells + first) // PAGE
-        words = (page << bits | filled.to(slots.device)).to(torch.int32)
-        return cls(slots, tuple(counts), words, column.to(slots.device), tokens, coded)
-
     @property
     def indptr(self) -> tuple[int, ...]:
         """The position where each column's entries begin in `cells`, and where the last one's
@@ -273,8 +245,24 @@ class PackedSpans:
         tokens: torch.Tensor | None = None,
         coded: CodedShape | None = None,
     ) -> PackedSpan:
-        """The span of columns that keep so many entries in these whole bundles."""
-        return PackedSpan.of(slots, counts, self.cells.column_cells, tokens, coded)
+        """The span whose columns keep so many entries in these whole bundles."""
+        entries = torch.tensor(counts)
+        held, bits = (PAGE, ENTRY_BITS) if coded is None else (coded.entries, CODED_ENTRY_BITS)
+        pages = -(-entries // held)
+        column = torch.arange(pages.numel()).repeat_interleave(pages)
+        number = torch.arange(column.numel()) - (pages.cumsum(0) - pages)[column]
+        filled = (entries[column] - held * number).clamp_max(held)
+        # Each page stands in its own column first, then wherever others have left a place.
+        bundles = slots.numel() // PAGE
+        free = torch.nonzero(torch.arange(bundles) >= pages[:, None])
+        beyond = number >= bundles
+        stands, bundle = column.clone(), number
+        taken = free[: int(beyond.sum())]
+        stands[beyond], bundle[beyond] = taken[:, 0], taken[:, 1]
+        first = slots[::PAGE][bundle.to(slots.device)]
+        page = (stands.to(slots.device) * self.cells.column_cells + first) // PAGE
+        words = (page << bits | filled.to(slots.device)).to(torch.int32)
+        return PackedSpan(slots, tuple(counts), words, column.to(slots.device), tokens, coded)
 
     def code(self, span: PackedSpan, entries: Entries) -> None:
         """Write what a coded span keeps. entries: keys and values `[n, dim]` each of so many of its
@@ -324,9 +312,19 @@ class PackedSpans:
         mine = span.of_tokens(first.begin, first.stop)
         begun, later = self._part(span, first, above), self._part(span, rest, below)
         if span.coded is None:
-            self._move_parts(span.cells, mine, begun, later)
+            cells = span.cells
+            self.cells.move(cells[~mine], later.cells)
+            # Most of it stands where it stood. What does not may go where others of it stand.
+            source, target = cells[mine], begun.cells
+            moves = torch.nonzero(source != target).squeeze(-1)
+            self.cells.move_within(source[moves], target[moves], (0, moves.numel()))
         else:
-            self._code_parts(span, mine, begun, later)
+            # The first part keeps its codes, page by page; the other begins in the middle of pages
+            # and is coded anew.
+            k, v = self.decoded(span)
+            those = torch.nonzero(~mine).squeeze(-1)
+            self.code(later, lambda numbers: (k[those[numbers]], v[those[numbers]]))
+            self._copy_codes(span, begun)
         self.add(begun)
         self.add(later)
         return span.slots[above.numel() :]
@@ -355,27 +353,6 @@ class PackedSpans:
         assert span.tokens is not None, "entries that stand for several tokens"
         tokens = span.tokens[span.of_tokens(part.begin, part.stop)] - part.begin
         return self.span(slots, part.counts, tokens, span.coded)
-
-    def _move_parts(
-        self, cells: torch.Tensor, first: torch.Tensor, begun: PackedSpan, later: PackedSpan
-    ) -> None:
-        """Move what a cut makes two of: those that are `first` go to `begun`."""
-        self.cells.move(cells[~first], later.cells)
-        # Most of it stands where it stood. What does not may go where others of it stand.
-        source, target = cells[first], begun.cells
-        moves = torch.nonzero(source != target).squeeze(-1)
-        self.cells.move_within(source[moves], target[moves], (0, moves.numel()))
-
-    def _code_parts(
-        self, span: PackedSpan, first: torch.Tensor, begun: PackedSpan, later: PackedSpan
-    ) -> None:
-        """The same of codes. What is first keeps its codes, page by page; the others begin in the
-        middle of pages and are coded anew."""
-        assert span.coded is not None, "a span that is not coded"
-        k, v = self.decoded(span)
-        mine = torch.nonzero(~first).squeeze(-1)
-        self.code(later, lambda numbers: (k[mine[numbers]], v[mine[numbers]]))
-        self._copy_codes(span, begun)
 
     def _copy_codes(self, span: PackedSpan, begun: PackedSpan) -> None:
         """Write the codes of a span's beginning, page by page, to where it stands or will."""
@@ -441,14 +418,3 @@ class PackedSpans:
             yield "a free slot is packed"
         if not torch.equal((self.dense_of == 0)[1:], (packed > 0)[1:]):
             yield "slots are packed that are in no span, or the other way round"
-
-
-__all__ = [
-    "Cells",
-    "PackedSpan",
-    "PackedSpans",
-    "Part",
-    "Turned",
-    "bundles_first",
-    "slots_as_entries",
-]

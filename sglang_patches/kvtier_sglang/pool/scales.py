@@ -71,6 +71,3 @@ def _scale(layer: Any, name: str) -> float:
     if number is None:
         number = getattr(layer, name, None)
     return 1.0 if number is None else float(number)
-
-
-__all__ = ["KvScales", "LayerScales", "attention_layers"]

@@ -38,6 +38,3 @@ class KeyTurner:
             return keys
         by = rotation.at(torch.tensor([abs(shift)], device=keys.device))
         return narrowed(turn(widened(keys)[None], by, back=shift < 0)[0], keys.dtype)
-
-
-__all__ = ["KeyTurner"]

@@ -25,8 +25,9 @@ in the scheduler's thread only.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,10 +43,12 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from kvtier.config import PrefillCompression
 from kvtier.retention.refreshing import PrunedRange
+from kvtier.tier.blobs.keys import Scope
+from kvtier.tier.prefetch import Landed
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.memory.bank import MemoryBank
+from kvtier_sglang.pool.turning import KeyTurner
 from kvtier_sglang.radix import prefix_nodes
-from kvtier_sglang.radix.contexts import compacted_context, offer_restored, pruned_ranges
 from kvtier_sglang.radix.edits import Edits
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import furthest_cached
@@ -57,16 +60,14 @@ from kvtier_sglang.radix.streaming import Streaming
 from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.radix.turn_end import compress_path, evict_first, remove_path
 from kvtier_sglang.ranks import Ranks
-from kvtier_sglang.refresh.turn_refresh import MakeRefresh, TurnRefresh
-from kvtier_sglang.request_options import (
-    is_done,
-    measures,
-    note_recomputed,
-    own_from,
-    wants_exact,
-)
+from kvtier_sglang.refresh.state import CompactedContext
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
+from kvtier_sglang.request_options import is_done, measures, note_recomputed, wants_exact
 from kvtier_sglang.tier.connector import TierConnector
-from kvtier_sglang.tier.prefetch import FAILED
+from kvtier_sglang.tier.state import FAILED
+from kvtier_sglang.waits import resolve_all
+
+logger = logging.getLogger(__name__)
 
 # The tokens of evicted contexts that are remembered, as a tier may have them, are at most so many.
 MOST_EVICTED_TOKENS = 4_000_000
@@ -76,12 +77,14 @@ class KvtierRadixCache(VariantRadixTree):
     """The cache behind `--radix-cache-backend kvtier`; see the module docstring.
 
     tier:         the tier that exact KV goes to and comes from; None: there is none.
-    make_refresh: makes the refresh of compressed contexts; None, or no tier: they have none.
     ranks:        the ranks that decide together; None: this one alone.
     memories:     prefix memories that requests may begin with; None: none.
     compress_prefill, chunk_tokens: see Streaming.
-    make_edits:   makes the part that reuses KV behind an edit; None: that is computed again.
+    turner:       turns keys of KV that is reused behind an edit; None: that is computed again.
+    least_reused: the fewest tokens of a run that is worth it.
     log:          the log of requests that ended, closed with the cache; None: none is kept.
+
+    refresh:      the refresh of compressed contexts; None: they have none. Set by who made both.
     """
 
     def __init__(
@@ -90,12 +93,12 @@ class KvtierRadixCache(VariantRadixTree):
         compressor: Compressor,
         *,
         tier: TierConnector | None = None,
-        make_refresh: MakeRefresh | None = None,
         ranks: Ranks | None = None,
         memories: MemoryBank | None = None,
         compress_prefill: PrefillCompression = "never",
         chunk_tokens: int | None = None,
-        make_edits: Callable[[VariantRadixTree], Edits] | None = None,
+        turner: KeyTurner | None = None,
+        least_reused: int = 0,
         log: RequestLog | None = None,
     ) -> None:
         self.memories = memories
@@ -106,7 +109,7 @@ class KvtierRadixCache(VariantRadixTree):
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
         self.allocator.prompt_slots = self.streaming.slots
-        self.edits = None if make_edits is None else make_edits(self)
+        self.edits = None if turner is None else Edits(self, turner, least_reused)
         self.log = log
         if log is not None and self.index is None:
             # The log tells by it what stood behind other text.
@@ -115,8 +118,6 @@ class KvtierRadixCache(VariantRadixTree):
             self.restorer = Restorer(self, compressor, tier.codec, self.ranks)
             if self.edits is not None:
                 self.evicted = TokenIndex(MOST_EVICTED_TOKENS)
-            if make_refresh is not None:
-                self.refresh = make_refresh(tier, self)
 
     def reset(self) -> None:
         for rid in list(self.requests):
@@ -188,9 +189,9 @@ class KvtierRadixCache(VariantRadixTree):
             return
         matched = matched_prefix_tokens or ()
         if self.refresh is not None and state.node is not None:
-            context = compacted_context(node, matched, scope, is_coded=self._is_coded)
+            context = self._compacted(node, matched, scope)
             if context is not None:
-                self.refresh.ask(state, context, tier.patience_s(node.stop))
+                self.refresh.prefetch.ask(state, context, tier.patience_s(node.stop))
         new = new_input_tokens
         if self.edits is not None:
             key = RadixKey(matched + new if matched else new, extra_key, cache_salt=cache_salt)
@@ -212,7 +213,7 @@ class KvtierRadixCache(VariantRadixTree):
             return True
         if self.refresh is not None and not self.refresh.is_ready(state, state.filled):
             return False
-        return self.tier.fetches.is_ready(state)
+        return self.tier.is_ready(state)
 
     def waits(self, rid: str) -> bool:
         """Return whether a request waits for the tier's exact KV, or still holds what arrived."""
@@ -233,7 +234,7 @@ class KvtierRadixCache(VariantRadixTree):
     def check_hicache_events(self) -> None:
         """Resolve what all ranks have by now, as a round of the scheduler begins."""
         if self.tier is not None:
-            self.ranks.resolve_all(self.requests.pending)
+            resolve_all(self.requests.pending, self.ranks)
 
     def has_pending_cache_operations(self) -> bool:
         """Return that nothing keeps SGLang from flushing: requests wait only in its own queue."""
@@ -287,10 +288,11 @@ class KvtierRadixCache(VariantRadixTree):
         """Return the prefix of a key that the tree has, with what can be copied behind an edit."""
         if self.disable or len(key) == 0:
             return self._empty_match_result
-        start = prefix_nodes.begin(self, self.memories, key)
-        node, length = start.walk(self, key, exact_only=exact_only)
+        start, is_exact, memory = prefix_nodes.begin(self, self.memories, key)
+        exact = exact_only or is_exact
+        node, length = self.walk(start, key, start.stop, exact_only=exact)
         if state is not None:
-            state.memory = start.memory
+            state.memory = memory
             cached = furthest_cached(self.root_node, key, node)
             if exact_only:
                 note_recomputed(req, cached[0] - length, length)
@@ -299,7 +301,6 @@ class KvtierRadixCache(VariantRadixTree):
             if self.edits is not None and not exact_only:
                 node = self.edits.begin(req, state, key, node, cached[0])
                 req.kvtier_moved = moved_tokens(node)
-            exact = exact_only or start.exact_only
             copied, length = node.stop > length, node.stop
             self.misses.matched(req, cached, length, exact=exact, copied=copied)
         return MatchResult(
@@ -328,10 +329,7 @@ class KvtierRadixCache(VariantRadixTree):
         req.kvtier_loaded = loaded = landed.stop - node.stop
         self.tier.restored(wait, loaded, time.monotonic() - began)
         state.node, state.filled = restored, len(req.full_untruncated_fill_ids)
-        offered = self.refresh and offer_restored(
-            self.refresh, self.tier, req, state, restored, landed, is_coded=self._is_coded
-        )
-        if offered:
+        if self._offer_restored(req, state, restored, landed):
             # The refresh owns what arrived.
             state.kv_wait = None
         state.cancel_kv_wait()
@@ -343,13 +341,41 @@ class KvtierRadixCache(VariantRadixTree):
         """Return the compressed ranges of the prefix that a request was admitted with."""
         state = self.requests.get(rid)
         node = None if state is None else state.node
-        return pruned_ranges(node or self.root_node, is_coded=self._is_coded)
+        return self._pruned(node or self.root_node)
 
-    @property
-    def _is_coded(self) -> bool:
-        """Return whether what is kept of turns is coded."""
+    def _pruned(self, node: KvNode) -> list[PrunedRange]:
         packed = self.allocator.pool.packed
-        return packed is not None and packed.coded is not None
+        return node.pruned_ranges(is_coded=packed is not None and packed.coded is not None)
+
+    def _compacted(
+        self, node: KvNode, token_ids: Sequence[int], scope: Scope
+    ) -> CompactedContext | None:
+        """Return the context up to `node`, for a refresh; None where it has no pruned range."""
+        ranges = self._pruned(node)
+        if not ranges:
+            return None
+        exact_stop = max((one.stop for one in node.path() if one.exact), default=0)
+        return CompactedContext(token_ids, ranges, exact_stop, scope)
+
+    def _offer_restored(self, req: Any, state: RequestState, node: KvNode, landed: Landed) -> bool:
+        """Offer a restored context for a refresh, from the very KV that it was restored from, and
+        return whether it will have one. The refresh then owns what landed. An error over what came
+        from elsewhere must not end the scheduler here, either: it is logged."""
+        if self.refresh is None or self.tier is None:
+            return False
+        ids, context = req.full_untruncated_fill_ids, None
+        try:
+            scope = self.tier.scope(state, req.extra_key, req.cache_salt)
+            if scope is not None:
+                context = self._compacted(node, ids[: node.stop], scope)
+            if context is None or context.ranges[0].begin < landed.begin:
+                return False
+            self.refresh.offer_restored(state, context, landed.host, len(ids))
+        except Exception:
+            logger.exception("a restored context cannot be refreshed; it is used as it was")
+            self.tier.counters["refresh_restored_failed"] += 1
+            return False
+        return True
 
     def make_room(self, num_slots: int) -> None:
         """Evict what is needed for so many slots of whole bundles, as far as that can be. Once so
@@ -437,7 +463,7 @@ class KvtierRadixCache(VariantRadixTree):
 
         The path of a retracted request stays as it is: the request will be back for its exact KV.
         """
-        begin = own_from(req)
+        begin: int | None = getattr(req, "kvtier_own_from", None)
         account = self.misses.released(req, ended=req.finished())
         if account is not None and self.log is not None:
             self.log.ended(req, account, self.misses.began_s)
@@ -457,7 +483,7 @@ class KvtierRadixCache(VariantRadixTree):
             return
         nodes = [node.record() for node in req.last_node.path()][::-1]
         ids = req.full_untruncated_fill_ids[: req.last_node.stop]
-        req.last_node.note_sent(self.tier.ended(turn, ids, nodes))
+        req.last_node.note_sent(self.tier.spiller.compressed(turn, ids, nodes))
 
     def release_host_resources(self) -> None:
         """Close the tier and the log, as SGLang's scheduler ends."""
@@ -484,6 +510,3 @@ class KvtierRadixCache(VariantRadixTree):
 def _whole_key(req: Any) -> RadixKey:
     """Return the key of all tokens that a request has so far."""
     return RadixKey(req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt)
-
-
-__all__ = ["KvtierRadixCache"]

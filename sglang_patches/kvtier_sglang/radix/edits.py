@@ -229,6 +229,3 @@ def _pieces(run: Run) -> list[Piece]:
         if part.stop > part.begin:
             found.append(part)
     return found[::-1]
-
-
-__all__ = ["Edits"]

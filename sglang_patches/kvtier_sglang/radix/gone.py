@@ -104,6 +104,3 @@ def hash_up_to(node: KvNode, key: RadixKey) -> int:
     for one in reversed(unknown):
         value = one.prefix_hash = int(prefix_hashes(tokens_of(one.key), one.start, value)[-1])
     return value
-
-
-__all__ = ["GRAIN", "Gone", "Record", "hash_up_to"]

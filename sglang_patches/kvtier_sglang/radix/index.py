@@ -274,6 +274,3 @@ def _alike(a: Tokens, b: Tokens) -> int:
 
 def _namespace(key: RadixKey) -> Namespace:
     return key.extra_key, key.cache_salt
-
-
-__all__ = ["WINDOW", "Run", "TokenIndex", "path_key", "prefix_hashes", "sampled", "tokens_of"]

@@ -100,6 +100,3 @@ def furthest_cached(root: KvNode, key: RadixKey, matched: KvNode) -> tuple[int, 
             if same == whole:
                 ends.append((child, offset + same))
     return longest, last
-
-
-__all__ = ["Matching", "branch_points", "cut_window", "furthest_cached"]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -26,7 +26,7 @@ from kvtier_sglang.radix.gone import GRAIN, Gone
 from kvtier_sglang.radix.index import WINDOW, Run, TokenIndex, path_key
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.request_options import is_of_a_client
-from kvtier_sglang.tier.prefetch import FAILED, LOST, REFUSED
+from kvtier_sglang.tier.state import FAILED, LOST, REFUSED
 
 EVICTED, DROPPED, FLUSHED, WEIGHTS = "evicted", "dropped", "flushed", "weights"
 CUT, EXACT, EDITED, RETRACTED = "cut", "exact", "edited", "retracted"
@@ -39,11 +39,12 @@ ENDS_OTHERWISE, ENDS_OTHERWISE_PART = GRAIN, 8
 
 
 class Span(NamedTuple):
-    """The tokens [begin, stop) of a prompt that were computed before, and why they are not used."""
+    """The tokens [begin, stop) of a prompt. reason: why they are computed again; None: they are
+    new."""
 
     begin: int
     stop: int
-    reason: str
+    reason: str | None
 
 
 class Match(NamedTuple):
@@ -123,26 +124,18 @@ class Account:
         return found if self.changed_at is None else {**found, "changed_at": self.changed_at}
 
 
-class Part(NamedTuple):
-    """A part of what is computed; reason: None for tokens that are new."""
-
-    begin: int
-    stop: int
-    reason: str | None
-
-
-def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iterator[Part]:
+def split(begin: int, stop: int, known: Iterator[Span] | Sequence[Span]) -> Iterator[Span]:
     """Yield [begin, stop) in parts that follow each other. known: spans, first to last; where they
     overlap the first one counts."""
     for span in known:
         first, last = max(begin, span.begin), min(stop, span.stop)
         if first < last:
             if begin < first:
-                yield Part(begin, first, None)
-            yield Part(first, last, span.reason)
+                yield Span(begin, first, None)
+            yield Span(first, last, span.reason)
             begin = last
     if begin < stop:
-        yield Part(begin, stop, None)
+        yield Span(begin, stop, None)
 
 
 class Misses:
@@ -212,14 +205,17 @@ class Misses:
             req.kvtier_account = account
         if anchor.stop >= account.tokens and account.is_running:
             return
-        before = account.summary()
+        before = replace(account, recomputed=account.recomputed.copy())
         if not account.is_running:
             account.is_running = True
             account.have(anchor.stop, req.kvtier_loaded)
             self._look_up(req, account, anchor, texts, miss_reason)
         account.have(anchor.stop)
         account.compute(anchor.stop, stop)
-        self._count(before, account.summary())
+        # Metrics are read meanwhile by another thread: nothing that is counted ever shrinks.
+        for name in self.counters:
+            self.counters[name] += getattr(account, name) - getattr(before, name)
+        self.reasons.update(account.recomputed - before.recomputed)
 
     def released(self, req: Any, *, ended: bool) -> Account | None:
         """Close the account of a request that ended, or suspend that of one that will begin again.
@@ -240,18 +236,6 @@ class Misses:
     def report(self) -> dict[str, Any]:
         """Return the sums for the server's internal state."""
         return {**self.counters, "recomputed": dict(self.reasons)}
-
-    def _count(self, before: dict[str, Any], after: dict[str, Any]) -> None:
-        """Add to the sums what an account grew by. Metrics are read meanwhile by another thread:
-        nothing that is counted ever shrinks."""
-        for name in ("hit", "restored", "computed"):
-            self.counters[name] += after[name] - before[name]
-        new = after["computed"] - before["computed"]
-        for reason, tokens in after["recomputed"].items():
-            again = tokens - before["recomputed"].get(reason, 0)
-            self.reasons[reason] += again
-            new -= again
-        self.counters["new"] += new
 
     def _look_up(
         self,
@@ -327,6 +311,3 @@ def arrival(req: Any) -> float:
     """Return time.time() when a request came, as SGLang noted it; now, where it did not."""
     noted = getattr(getattr(req, "time_stats", None), "wait_queue_entry_time", 0.0)
     return time.time() - (time.perf_counter() - noted if noted else 0.0)
-
-
-__all__ = ["REASONS", "Account", "Misses"]

@@ -10,8 +10,10 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from kvtier.retention.locality import DroppedSpan
+from kvtier.retention.refreshing import PrunedRange
 from kvtier.retention.shares import Choice
 from kvtier.tier.blobs.turns import NodeRecord
+from kvtier_sglang.pool.packed import slots_as_entries
 
 NOTHING_DROPPED = DroppedSpan(0, 0)
 # So many of a node's children are followed; more of them say the same of what is before them.
@@ -188,6 +190,18 @@ class KvNode(TreeNode):
         self.hit_count = max(self.hit_count, upper.hit_count)
         self.priority = max(self.priority, upper.priority)
 
+    def pruned_ranges(self, *, is_coded: bool) -> list[PrunedRange]:
+        """Return the ranges of the context up to this node's end of which anchored heads keep a
+        part, first to last. A range whose coded entries would not fit it uncoded is left out."""
+        found = []
+        for one in self.path():
+            begin, end = one.dropped
+            kept = one.kept
+            needed = slots_as_entries(kept) if is_coded else kept
+            if 0 < kept < end - begin >= needed and one.num_slots < len(one.key):
+                found.append(PrunedRange(one.start + begin, one.start + end, kept))
+        return found[::-1]
+
     def note_used(self, counted: int) -> None:
         """Note that a request computed or used the KV up to this node's end; its first `counted`
         tokens were counted before. Eviction policies go by this, as they do over SGLang's own tree.
@@ -239,13 +253,3 @@ def moved_tokens(node: KvNode) -> int:
 
 def joined(a: RadixKey, b: RadixKey) -> RadixKey:
     return RadixKey(a.raw_token_ids() + b.raw_token_ids(), a.extra_key, cache_salt=a.cache_salt)
-
-
-__all__ = [
-    "NOTHING_DROPPED",
-    "KvNode",
-    "descendants",
-    "joined",
-    "moved_tokens",
-    "same_tokens",
-]

@@ -9,8 +9,6 @@ is made again whenever a request wants it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -22,26 +20,11 @@ from kvtier_sglang.radix.tree import VariantRadixTree
 from kvtier_sglang.tier.scopes import memory_in
 
 
-class Start(NamedTuple):
-    """The place that a key is looked up from. node: the last one that is known to match; offset:
-    the number of the key's tokens up to there; exact_only: see VariantRadixTree.walk; memory: the
-    one that stands for what is before, None for none."""
-
-    node: KvNode
-    offset: int
-    exact_only: bool
-    memory: PrefixMemory | None = None
-
-    def walk(
-        self, tree: VariantRadixTree, key: RadixKey, *, exact_only: bool
-    ) -> tuple[KvNode, int]:
-        """Walk a key from here; see VariantRadixTree.walk."""
-        exact_only = exact_only or self.exact_only
-        return tree.walk(self.node, key, self.offset, exact_only=exact_only)
-
-
-def begin(tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey) -> Start:
-    """Return the place behind the prefix of a request's memory, or the root.
+def begin(
+    tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey
+) -> tuple[KvNode, bool, PrefixMemory | None]:
+    """Return the node that a request's key is looked up behind: that of the prefix of its memory,
+    or the root; whether it may then enter exact KV only; and the memory.
 
     A memory may be dropped while the request waits. Then the request is computed exactly: it stands
     where the memory's other requests do, but enters nothing of theirs that is not exact.
@@ -49,12 +32,12 @@ def begin(tree: VariantRadixTree, bank: MemoryBank | None, key: RadixKey) -> Sta
     digest = None if bank is None else memory_in(key.extra_key)
     memory = None if bank is None or digest is None else bank.named(digest)
     if memory is None:
-        return Start(tree.root_node, 0, exact_only=digest is not None)
+        return tree.root_node, digest is not None, None
     length = len(memory.prefix_ids)
     for child in tree.root_node.siblings.get(key.child_key_at(0), ()):
         if len(child.key) == length and child.dropped.num_tokens == length:
-            return Start(child, length, exact_only=False, memory=memory)
-    return Start(_hang(tree, key[:length]), length, exact_only=False, memory=memory)
+            return child, False, memory
+    return _hang(tree, key[:length]), False, memory
 
 
 def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
@@ -66,6 +49,3 @@ def _hang(tree: VariantRadixTree, key: RadixKey) -> KvNode:
     tree.root_node.attach(node)
     tree._update_leaf_status(node)
     return node
-
-
-__all__ = ["Start", "begin"]

@@ -155,6 +155,3 @@ def _began_s(file: Path) -> float:
     with file.open("rb") as before:
         line = json.loads(before.readline())
     return float(line["kvtier"]["time"]) - float(line["timestamp"]) / 1000
-
-
-__all__ = ["RequestLog", "append"]

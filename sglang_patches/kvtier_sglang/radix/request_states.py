@@ -102,6 +102,3 @@ class RequestStates(dict[str, RequestState]):
         state = self.pop(rid, None)
         if state is not None:
             state.end()
-
-
-__all__ = ["RequestState", "RequestStates"]

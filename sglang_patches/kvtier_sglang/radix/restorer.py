@@ -160,6 +160,3 @@ def continues(landed: Landed, held: int) -> bool:
     recorded = max((place.node.stop for place in landed.places), default=0)
     starts = {place.start for place in landed.places}
     return held in starts or held >= recorded
-
-
-__all__ = ["Restorer", "continues"]

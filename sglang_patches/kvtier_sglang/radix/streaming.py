@@ -112,6 +112,3 @@ class Streaming:
             return False
         in_flight = self._tree.protected_size() + left + req.sampling_params.max_new_tokens
         return bool(in_flight > IN_FLIGHT_SHARE * self._tree.allocator.size)
-
-
-__all__ = ["Streaming"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from kvtier.retention.locality import DroppedSpan, LocalityRule
 from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, Part
 from kvtier_sglang.pool.turning import KeyTurner
-from kvtier_sglang.radix import accounts
 from kvtier_sglang.radix.index import TokenIndex
 from kvtier_sglang.radix.matching import Matching, branch_points
 from kvtier_sglang.radix.misses import DROPPED, EVICTED, Misses
@@ -421,33 +420,27 @@ class VariantRadixTree(RadixCache):
     # -- accounting: what is held, not how long the keys are --
 
     def inc_lock_ref(self, node: KvNode) -> IncLockRefResult:
-        if self.disable:
-            return IncLockRefResult(delta=0)
-        before = self.evictable_size_
-        for n in node.path():
-            if n.lock_ref == 0:
-                self._protect(n, 1)
-            n.lock_ref += 1
-            self._update_leaf_status(n)
-        return IncLockRefResult(delta=self.evictable_size_ - before)
+        return IncLockRefResult(delta=self._count_locks(node, 1))
 
     def dec_lock_ref(
         self, node: KvNode, params: DecLockRefParams | None = None
     ) -> DecLockRefResult:
+        return DecLockRefResult(delta=self._count_locks(node, -1))
+
+    def _count_locks(self, node: KvNode, by: int) -> int:
+        """Count a lock of a path that was taken (1) or is given back (-1). Return by how much the
+        evictable slots grew."""
         if self.disable:
-            return DecLockRefResult(delta=0)
+            return 0
         before = self.evictable_size_
         for n in node.path():
-            if n.lock_ref == 1:
-                self._protect(n, -1)
-            n.lock_ref -= 1
+            # The first lock protects a node's slots, and the last one gives them free.
+            if n.lock_ref == (0 if by > 0 else 1):
+                self.evictable_size_ -= by * n.num_slots
+                self.protected_size_ += by * n.num_slots
+            n.lock_ref += by
             self._update_leaf_status(n)
-        return DecLockRefResult(delta=self.evictable_size_ - before)
-
-    def _protect(self, node: KvNode, sign: int) -> None:
-        """Move a node's slots from evictable to protected (1) or back (-1)."""
-        self.evictable_size_ -= sign * node.num_slots
-        self.protected_size_ += sign * node.num_slots
+        return self.evictable_size_ - before
 
     def shrink(self, node: KvNode, slots: int) -> None:
         """Account so many slots that a node gave back."""
@@ -485,21 +478,24 @@ class VariantRadixTree(RadixCache):
 
     def recount(self) -> None:
         """Make the tree's accounts those of its nodes, after something went wrong halfway."""
-        held = self._held()
-        self.evictable_size_, self.protected_size_ = held.evictable, held.protected
+        self.evictable_size_, self.protected_size_ = self._held()
 
     def check_integrity(self) -> list[str]:
         """Return the violations of the tree's invariants; empty when healthy."""
-        problems = list(self.allocator.check_integrity())
-        problems += accounts.wrong_nodes(self.nodes())
-        sizes = accounts.HeldSlots(self.evictable_size_, self.protected_size_)
-        return [*problems, *accounts.differences(self._held(), sizes)]
+        problems = [*self.allocator.check_integrity(), *_wrong_nodes(self.nodes())]
+        sizes = {"evictable": self.evictable_size_, "protected": self.protected_size_}
+        for (name, believed), held in zip(sizes.items(), self._held(), strict=True):
+            if held != believed:
+                problems.append(f"{name} size is {believed}, the nodes hold {held}")
+        return problems
 
-    def _held(self) -> accounts.HeldSlots:
-        """Count anew what the nodes and running requests hold."""
-        held = accounts.held_slots(self.nodes())
-        held.protected += self.private_slots
-        return held
+    def _held(self) -> tuple[int, int]:
+        """Count anew the slots of unlocked (evictable) nodes, and those of locked (protected) ones
+        and of running requests."""
+        held = [0, self.private_slots]
+        for node in self.nodes():
+            held[node.lock_ref != 0] += node.num_slots
+        return held[0], held[1]
 
     def pretty_print(self) -> None:
         """Print the nodes, as SGLang asks before it gives up for want of memory."""
@@ -507,4 +503,12 @@ class VariantRadixTree(RadixCache):
             print(f"[{node.start}, {node.stop}) slots={node.num_slots} locks={node.lock_ref}")
 
 
-__all__ = ["VariantRadixTree"]
+def _wrong_nodes(nodes: Iterable[KvNode]) -> Iterator[str]:
+    """Yield the violations of what nodes say of themselves."""
+    for node in nodes:
+        if node.start != (0 if node.parent.parent is None else node.parent.stop):
+            yield f"node {node.id} does not continue its parent"
+        if len(node.value) != len(node.key):
+            yield f"node {node.id} has {len(node.value)} slots"
+        if node.num_slots != int(torch.count_nonzero(node.value)):
+            yield f"node {node.id} miscounts its slots"

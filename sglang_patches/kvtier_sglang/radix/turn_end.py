@@ -73,6 +73,3 @@ def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:
         parent = node.parent
         tree.remove_leaf(node)
         node = parent
-
-
-__all__ = ["compress_node", "compress_path", "evict_first", "remove_path"]

@@ -167,7 +167,7 @@ def _choose(source: RefreshSource, ahead: Ahead) -> Choices | None:
     layers = {}
     deadline = Deadline(LONGEST_CHOICE_S)
     try:
-        with ahead.background:
+        with ahead.background.work():
             for layer, window in ahead.windows.items():
                 chosen = ahead.choose(source, layer, window, deadline)
                 if chosen is None:
@@ -180,6 +180,3 @@ def _choose(source: RefreshSource, ahead: Ahead) -> Choices | None:
         return None
     finally:
         source.release()
-
-
-__all__ = ["RefreshPrefetch"]

@@ -373,6 +373,3 @@ class ProfileRefresher(Refresher):
             packed.log_votes[more] = -torch.inf
             for side in (packed.cells.k, packed.cells.v):
                 put(side, more, side.new_zeros((more.numel(), side.shape[-1])))
-
-
-__all__ = ["AdaptiveRefresher", "ProfileRefresher", "Refresher"]

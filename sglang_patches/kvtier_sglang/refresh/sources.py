@@ -90,5 +90,3 @@ RefreshSource: TypeAlias = FetchedSource | NearSource
 Choose: TypeAlias = Callable[[RefreshSource, int, QueryWindow, Deadline], list[Chosen] | None]
 """The choice of each pruned range's entries in one layer, for some queries; None where the source
 fails."""
-
-__all__ = ["Choose", "FetchedSource", "NearSource", "RefreshSource"]

@@ -178,14 +178,3 @@ class RefreshState:
 def _release(source: RefreshSource | None) -> None:
     if source is not None:
         source.release()
-
-
-__all__ = [
-    "Ahead",
-    "Choices",
-    "CompactedContext",
-    "Contexts",
-    "RefreshState",
-    "RefreshWait",
-    "Refreshing",
-]

@@ -16,11 +16,10 @@ likely elsewhere. Scheduler thread only.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 
-from kvtier.errors import UsageError
+from kvtier.config.sections import RefreshSettings
 from kvtier.retention.keepkv import QueryWindow
 from kvtier_sglang.refresh.prefetch import RefreshPrefetch
 from kvtier_sglang.refresh.refresher import Refresher
@@ -31,29 +30,14 @@ from kvtier_sglang.refresh.state import Refreshing
 LOOK_EVERY_TOKENS = 8
 
 
-@dataclass(frozen=True)
-class TriggerRule:
-    """The rule for choosing entries again during a turn; at least one of both is given.
-
-    every_tokens: generated since the last time
-    moved:        total variation of attention over the kept entries, in (0, 1)
-    """
-
-    every_tokens: int | None = None
-    moved: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.every_tokens is not None and self.every_tokens < 1:
-            raise UsageError("every_tokens", "at least 1", self.every_tokens)
-        if self.moved is not None and not 0 < self.moved < 1:
-            raise UsageError("moved", "a number in (0, 1)", self.moved)
-
-
 class RefreshTrigger:
-    """See the module docstring."""
+    """See the module docstring. settings: after how many tokens, or what total variation."""
 
-    def __init__(self, refresher: Refresher, prefetch: RefreshPrefetch, rule: TriggerRule) -> None:
-        self.refresher, self.prefetch, self.rule = refresher, prefetch, rule
+    def __init__(
+        self, refresher: Refresher, prefetch: RefreshPrefetch, settings: RefreshSettings
+    ) -> None:
+        self.refresher, self.prefetch = refresher, prefetch
+        self._every, self._moved = settings.every_tokens, settings.moved
         self._rows: list[tuple[int, Refreshing]] = []
 
     def began(self, refreshing: Refreshing, index: int, window: QueryWindow) -> None:
@@ -101,10 +85,9 @@ class RefreshTrigger:
         }
 
     def _due(self, refreshing: Refreshing) -> bool:
-        every, moved = self.rule.every_tokens, self.rule.moved
-        if every is not None and refreshing.since >= every:
+        if self._every is not None and refreshing.since >= self._every:
             return True
-        if moved is None or refreshing.since % LOOK_EVERY_TOKENS:
+        if self._moved is None or refreshing.since % LOOK_EVERY_TOKENS:
             return False
         if not refreshing.slots:
             # The tier had nothing in time when the turn began; it may have now.
@@ -118,7 +101,7 @@ class RefreshTrigger:
             (now[i] - refreshing.looked[i]).abs().sum() / (2 * len(self.refresher.heads[i].heads))
             for i in now
         ]
-        return bool(torch.stack(distances).mean() > moved)
+        return bool(torch.stack(distances).mean() > self._moved)
 
     def _look(self, refreshing: Refreshing) -> dict[int, torch.Tensor]:
         """Return the attention of the newest queries to a request's own entries, by layer: see
@@ -138,7 +121,4 @@ class RefreshTrigger:
         if self.refresher.write_all(refreshing, row, choices.layers):
             self.refresher.counters["refreshed_again"] += 1
             self.refresher.counters["refresh_moved_bytes"] += choices.moved_bytes
-            refreshing.looked = {} if self.rule.moved is None else self._look(refreshing)
-
-
-__all__ = ["RefreshTrigger", "TriggerRule"]
+            refreshing.looked = {} if self._moved is None else self._look(refreshing)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvtier_sglang.radix.cache import KvtierRadixCache
+from kvtier_sglang.refresh.turn_refresh import TurnRefresh
+from kvtier_sglang.tier.connector import TierConnector
 
 # These are amounts, counted beside events; everything else in those counters is an event.
 _AMOUNTS = {"put_bytes", "spill_bytes", "restored_tokens", "refresh_moved_bytes"}
@@ -64,20 +66,9 @@ def _one(read: Callable[[KvtierRadixCache], float]) -> Read:
     return lambda cache: {"": read(cache)}
 
 
-def _of_prompts(name: str) -> Read:
-    return _one(lambda cache: cache.misses.counters[name])
-
-
-def _of_compressor(name: str) -> Read:
-    return _one(lambda cache: cache.compressor.counters[name])
-
-
-def _tier_healthy(cache: KvtierRadixCache) -> dict[str, float]:
-    return {} if cache.tier is None else {"": float(cache.tier.link.healthy)}
-
-
-def _tier_pending(cache: KvtierRadixCache) -> dict[str, float]:
-    return {} if cache.tier is None else {"": cache.tier.link.pending}
+def _of_tier(read: Callable[[TierConnector], Mapping[str, float]]) -> Read:
+    """Return the reader of something of the tier; of nothing where there is none."""
+    return lambda cache: {} if cache.tier is None else read(cache.tier)
 
 
 def _tier_events(cache: KvtierRadixCache) -> dict[str, float]:
@@ -86,18 +77,12 @@ def _tier_events(cache: KvtierRadixCache) -> dict[str, float]:
     tier = cache.tier
     counted: dict[str, float] = dict.fromkeys(_TIER_EVENTS, 0)
     counted["breaker_opened"] = tier.link.breaker.opened
-    for counters in (
-        *(tier.link.counters, tier.spiller.counters, tier.fetches.counters),
-        *(tier.counters, cache.restorer.counters),
-    ):
-        counted |= counters
+    for part in (tier.link, tier.spiller, tier, cache.restorer):
+        counted |= part.counters
     return {name: value for name, value in counted.items() if name not in _AMOUNTS}
 
 
-def _tier_bytes(cache: KvtierRadixCache) -> dict[str, float]:
-    if cache.tier is None:
-        return {}
-    tier = cache.tier
+def _tier_bytes(tier: TierConnector) -> dict[str, float]:
     return {
         "spilled": tier.spiller.counters["spill_bytes"],
         "stored": tier.link.counters["put_bytes"],
@@ -105,28 +90,18 @@ def _tier_bytes(cache: KvtierRadixCache) -> dict[str, float]:
     }
 
 
-def _restored_tokens(cache: KvtierRadixCache) -> dict[str, float]:
-    return {} if cache.tier is None else {"": cache.tier.counters["restored_tokens"]}
+def _of_refresh(read: Callable[[TurnRefresh], Mapping[str, float]]) -> Read:
+    """Return the reader of something of refreshes; of nothing where there are none."""
+    return lambda cache: {} if cache.refresh is None else read(cache.refresh)
 
 
-def _refreshes(cache: KvtierRadixCache) -> dict[str, float]:
-    if cache.refresh is None:
-        return {}
-    counters = dict.fromkeys(_REFRESH_EVENTS, 0) | cache.refresh.prefetch.counters
-    counters |= cache.refresh.refresher.counters
+def _refreshes(refresh: TurnRefresh) -> dict[str, float]:
+    counters = dict.fromkeys(_REFRESH_EVENTS, 0) | refresh.prefetch.counters
+    counters |= refresh.refresher.counters
     return {name: value for name, value in counters.items() if name not in _AMOUNTS}
 
 
-def _refresh_bytes(cache: KvtierRadixCache) -> dict[str, float]:
-    if cache.refresh is None:
-        return {}
-    return {"": cache.refresh.refresher.counters["refresh_moved_bytes"]}
-
-
-def _refresh_s(cache: KvtierRadixCache) -> dict[str, float]:
-    refresh = cache.refresh
-    if refresh is None:
-        return {}
+def _refresh_s(refresh: TurnRefresh) -> dict[str, float]:
     return {"choosing": refresh.refresher.refresh_s, "waiting": refresh.prefetch.wait_s}
 
 
@@ -165,13 +140,13 @@ FIGURES = (
         "kvtier_compressed_nodes",
         Kind.COUNTER,
         "Turns, or parts of them, that were compressed.",
-        _of_compressor("compressed_nodes"),
+        _one(lambda cache: cache.compressor.counters["compressed_nodes"]),
     ),
     Figure(
         "kvtier_compacted_tokens",
         Kind.COUNTER,
         "Slots that compressed turns gave back.",
-        _of_compressor("compacted_tokens"),
+        _one(lambda cache: cache.compressor.counters["compacted_tokens"]),
     ),
     Figure(
         "kvtier_variants",
@@ -189,13 +164,13 @@ FIGURES = (
         "kvtier_hit_tokens",
         Kind.COUNTER,
         "Prompt tokens whose KV was there.",
-        _of_prompts("hit"),
+        _one(lambda cache: cache.misses.counters["hit"]),
     ),
     Figure(
         "kvtier_new_tokens",
         Kind.COUNTER,
         "Prompt tokens that were computed for the first time.",
-        _of_prompts("new"),
+        _one(lambda cache: cache.misses.counters["new"]),
     ),
     Figure(
         "kvtier_recomputed_tokens",
@@ -208,10 +183,13 @@ FIGURES = (
         "kvtier_engine_tier_healthy",
         Kind.LEAST,
         "1 while the tier is asked, 0 while it is given up on.",
-        _tier_healthy,
+        _of_tier(lambda tier: {"": float(tier.link.healthy)}),
     ),
     Figure(
-        "kvtier_engine_tier_pending", Kind.SUM, "Calls on their way to the tier.", _tier_pending
+        "kvtier_engine_tier_pending",
+        Kind.SUM,
+        "Calls on their way to the tier.",
+        _of_tier(lambda tier: {"": tier.link.pending}),
     ),
     Figure(
         "kvtier_engine_tier_events",
@@ -224,35 +202,33 @@ FIGURES = (
         "kvtier_engine_tier_bytes",
         Kind.COUNTER,
         "Exact KV that was spilled to, stored in and restored from the tier.",
-        _tier_bytes,
+        _of_tier(_tier_bytes),
         "direction",
     ),
     Figure(
         "kvtier_restored_tokens",
         Kind.COUNTER,
         "Tokens that were restored from the tier instead of computed.",
-        _restored_tokens,
+        _of_tier(lambda tier: {"": tier.counters["restored_tokens"]}),
     ),
     Figure(
         "kvtier_refreshes",
         Kind.COUNTER,
         "Contexts whose entries were chosen again, and what kept others from it.",
-        _refreshes,
+        _of_refresh(_refreshes),
         "event",
     ),
     Figure(
         "kvtier_refresh_moved_bytes",
         Kind.COUNTER,
         "Moved between tier and engine for refreshes.",
-        _refresh_bytes,
+        _of_refresh(lambda one: {"": one.refresher.counters["refresh_moved_bytes"]}),
     ),
     Figure(
         "kvtier_refresh_seconds",
         Kind.COUNTER,
         "Seconds of refreshing: requests that waited, and entries being chosen.",
-        _refresh_s,
+        _of_refresh(_refresh_s),
         "part",
     ),
 )
-
-__all__ = ["FIGURES", "Figure", "Kind", "read_all"]

@@ -226,6 +226,3 @@ def _number(value: float) -> str:
 def _value(figures: Json, name: str) -> float:
     found: float = figures[name][""]
     return found
-
-
-__all__ = ["Server", "render"]

@@ -11,6 +11,7 @@ import logging
 import threading
 from typing import Any
 
+from kvtier_sglang.metrics import name_in_metrics
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.status.figures import FIGURES, Figure, Kind
 
@@ -94,7 +95,4 @@ def publish(cache: KvtierRadixCache, server_args: Any) -> Publisher | None:
     """Publish a scheduler's figures, where metrics were asked for, on a replica's first rank."""
     if not server_args.enable_metrics or not cache.ranks.is_first:
         return None
-    return Publisher(cache, server_args.served_model_name or server_args.model_path)
-
-
-__all__ = ["Publisher", "publish"]
+    return Publisher(cache, name_in_metrics(server_args))

@@ -20,6 +20,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Query
 from fastapi.responses import HTMLResponse, JSONResponse
 
+from kvtier_sglang.metrics import name_in_metrics
 from kvtier_sglang.shadow import shadowed
 from kvtier_sglang.status.page import Server, render
 from kvtier_sglang.status.state import ANSWER, MOST_SESSIONS, QUESTION
@@ -90,9 +91,8 @@ def mount(app: FastAPI, manager: Callable[[], Any]) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def status(sessions: int = Query(SHOWN, ge=0, le=MOST_SESSIONS)) -> HTMLResponse:
         found = await asker.ask()
-        args = manager().server_args
         server = Server(
-            args.served_model_name or args.model_path,
+            name_in_metrics(manager().server_args),
             time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             shadowed(manager()),
         )
@@ -108,6 +108,3 @@ def mount(app: FastAPI, manager: Callable[[], Any]) -> None:
 def _first_sessions(status: dict[str, Any], most: int) -> dict[str, Any]:
     rows = status["sessions"]["rows"][:most]
     return {**status, "sessions": {**status["sessions"], "rows": rows}}
-
-
-__all__ = ["Asker", "mount"]

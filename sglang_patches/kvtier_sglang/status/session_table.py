@@ -179,6 +179,3 @@ def _ago(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
-
-
-__all__ = ["CSS", "session_table", "share"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from kvtier_sglang.radix.node import KvNode
@@ -36,7 +35,9 @@ def sessions(tree: VariantRadixTree, most: int) -> dict[str, Any]:
     until = time.monotonic() + LONGEST_LOOK_S
     leaves: list[KvNode] = []
     complete = True
-    for leaf in _leaves(tree.root_node):
+    for leaf in tree.nodes():
+        if leaf.children:
+            continue
         leaves.append(leaf)
         if time.monotonic() > until:
             complete = False
@@ -44,16 +45,6 @@ def sessions(tree: VariantRadixTree, most: int) -> dict[str, Any]:
     newest = heapq.nlargest(most, leaves, key=lambda leaf: (leaf.last_access_time, leaf.id))
     rows = [_session(tree, leaf) for leaf in newest]
     return {"seen": len(leaves), "complete": complete, "rows": rows}
-
-
-def _leaves(root: KvNode) -> Iterator[KvNode]:
-    stack = list(root.children.values())
-    while stack:
-        node = stack.pop()
-        if node.children:
-            stack.extend(node.children.values())
-        else:
-            yield node
 
 
 def _first_of_its_own(leaf: KvNode) -> KvNode:
@@ -117,6 +108,3 @@ def _turn(node: KvNode) -> dict[str, Any]:
         "tier_tokens": max(node.sent_tokens, node.restored_tokens),
         "restored_tokens": node.restored_tokens,
     }
-
-
-__all__ = ["sessions"]

@@ -67,8 +67,6 @@ def _policy(cache: KvtierRadixCache) -> dict[str, Any]:
         "share_rule": compressor.share.name,
         "share": _numbers(compressor.share),
         "scorer": None if scorer is None else scorer.name,
-        "refreshes": cache.refresh is not None,
-        "dtype": str(pool.dtype).removeprefix("torch."),
     }
 
 
@@ -88,6 +86,3 @@ def _retention(compressor: Compressor) -> dict[str, Any]:
         "kept_tokens": retention.kept_tokens,
         "reasons": dict(retention.reasons),
     }
-
-
-__all__ = ["ANSWER", "MOST_SESSIONS", "QUESTION", "answer", "status_of"]

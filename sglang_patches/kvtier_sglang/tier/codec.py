@@ -133,6 +133,3 @@ class SpanCodec:
 def _spans(rows: torch.Tensor, num_spans: int) -> torch.Tensor:
     """Return rows [spans * tokens, ...] as [spans, tokens, ...]."""
     return rows.reshape(num_spans, rows.shape[0] // num_spans, *rows.shape[1:])
-
-
-__all__ = ["SpanCodec"]

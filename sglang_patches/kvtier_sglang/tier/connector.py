@@ -1,10 +1,10 @@
 """The tier as the cache sees it: it is asked for the KV of prompts, and exact KV goes there.
 
-    prefetch     a request arrived: the tier is asked for what the tree lacks (prefetch.py). It
+    prefetch     a request arrived: in the background the tier is asked for what the tree lacks. It
                  waits in the queue for the answer, never longer than computing what it asked for
                  would take, and LONGEST_WAIT_S at the most; or as long as the settings say
-    published    its own KV leaves (spiller.py)
-    ended        ... with the record of how its turn was compressed
+    published    its own KV leaves (spiller.py), in the end with the record of how its turn was
+                 compressed
 
 A tier that is slow, full, lying or dead is a miss: the request computes.
 
@@ -30,12 +30,11 @@ import torch
 
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.turn_rules import TurnRules
-from kvtier.tier.blobs.turns import NodeRecord
 from kvtier.tier.link.link import TierLink
-from kvtier.tier.prefetch import Layouts, Lookup
+from kvtier.tier.link.queues import Fetch
+from kvtier.tier.prefetch import Landed, Layouts, Lookup
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.cost_model import CostModel
-from kvtier_sglang.tier.prefetch import REFUSED, TierPrefetch
 from kvtier_sglang.tier.scopes import (
     memory_in,
     separated,
@@ -44,8 +43,8 @@ from kvtier_sglang.tier.scopes import (
     without_share,
 )
 from kvtier_sglang.tier.setup import NamedModel
-from kvtier_sglang.tier.spiller import Spiller, Turn
-from kvtier_sglang.tier.state import KvWait, TierState
+from kvtier_sglang.tier.spiller import Spiller
+from kvtier_sglang.tier.state import FAILED, LOST, REFUSED, KvWait, TierState
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,6 @@ class TierConnector:
         codec: SpanCodec,
         rules: TurnRules,
         *,
-        cost_model: CostModel | None = None,
         drain_s: float = 0.0,
         patience_s: float | None = None,
     ) -> None:
@@ -81,9 +79,8 @@ class TierConnector:
         # _renamed says that the model's names have to be asked for again, as its weights may have
         # changed; _outdated, that the cache may hold KV that was computed by the weights before.
         self._renamed = self._outdated = False
-        self.cost_model = cost_model or CostModel()
+        self.cost_model = CostModel()
         self.counters: Counter[str] = Counter()
-        self.fetches = TierPrefetch(link)
         self.spiller = Spiller(link, codec, names)
         self.layouts = Layouts(codec.layout(names.span_tokens))
 
@@ -150,7 +147,7 @@ class TierConnector:
             return
         if not self.loading_pays:
             if shared:
-                self.fetches.decline(state, scope)
+                self.decline(state, scope)
             state.miss_reason = REFUSED
             return
         lookup = Lookup(
@@ -164,7 +161,35 @@ class TierConnector:
             layouts=self.layouts,
             least=least,
         )
-        self.fetches.ask(state, lookup, self.patience_s(len(new)))
+        deadline = time.monotonic() + self.patience_s(len(new))
+        fetch = self.link.submit(lookup, needs=lookup.needs)
+        state.kv_wait = KvWait(fetch, deadline, scope)
+        self.counters["asked"] += 1
+        state.miss_reason = LOST
+
+    def decline(self, state: TierState, scope: Scope) -> None:
+        """Note that other ranks may ask for the request and this one does not: its part is lost."""
+        fetch: Fetch[Landed | None] = Fetch(lambda client: None)
+        fetch.end(None)
+        state.kv_wait = KvWait(fetch, time.monotonic(), scope)
+        self.counters["declined"] += 1
+
+    def is_ready(self, state: TierState) -> bool:
+        """Return whether the request need not wait for exact KV (any longer): until all ranks have
+        their part, or its patience ends. The wait of one that gets nothing is over."""
+        wait = state.kv_wait
+        if wait is None or wait.arrived:
+            return True
+        if wait.arrived is None:
+            return False
+        if not wait.fetch.done:
+            self.counters["gave_up_waiting"] += 1
+            state.miss_reason = REFUSED
+        elif wait.fetch.result is not None:
+            self.counters["lost_by_another_rank"] += 1
+            state.miss_reason = FAILED
+        state.cancel_kv_wait()
+        return True
 
     def patience_s(self, tokens: int) -> float:
         """Return how long a request waits for the exact KV of so many tokens."""
@@ -229,11 +254,6 @@ class TierConnector:
             spill(state.turn, req.full_untruncated_fill_ids[: len(slots)], slots)
         self.cost_model.spilled(time.monotonic() - began)
 
-    def ended(self, turn: Turn, token_ids: Sequence[int], nodes: Sequence[NodeRecord]) -> int:
-        """Store the record of a turn whose nodes are what they will be. Returns how many of its
-        tokens were handed over, the newest ones of its context."""
-        return self.spiller.compressed(turn, token_ids, nodes)
-
     def close(self) -> None:
         """Wait `drain_s` at the most for what is on its way to the tier, as the server ends: its
         requests are done, but their newest turns may be among that."""
@@ -260,11 +280,7 @@ class TierConnector:
             "breaker_opened": self.link.breaker.opened,
             **self.link.counters,
             **self.spiller.counters,
-            **self.fetches.counters,
             **self.counters,
             **self.cost_model.report(),
             "loading_pays": self.loading_pays,
         }
-
-
-__all__ = ["TierConnector"]

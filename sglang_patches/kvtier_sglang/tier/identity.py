@@ -142,6 +142,3 @@ def _plain(value: object) -> object:
     """Return what JSON lacks as what it has. Sets are sorted, as they have no order that two
     processes share."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
-
-
-__all__ = ["KV_ARGUMENTS", "ModelIdentity", "adapter_digest", "digest_tensors"]

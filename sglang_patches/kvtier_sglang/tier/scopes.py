@@ -88,16 +88,3 @@ def separated(text: str | None) -> tuple[str, str | None]:
     assert kind == "a", "an extra key that kvtier has not seen"
     length, _, rest = rest.partition(":")
     return rest[: int(length)], rest[int(length) :]
-
-
-__all__ = [
-    "joined",
-    "memory_in",
-    "separate_adapters",
-    "separated",
-    "share_in",
-    "with_memory",
-    "with_share",
-    "without_memory",
-    "without_share",
-]

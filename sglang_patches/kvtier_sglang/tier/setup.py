@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 from kvtier.config import Settings
 from kvtier.config.sections import TierSettings
@@ -46,27 +47,22 @@ def tier_link(tier: TierSettings) -> TierLink:
     return TierLink(client, buffer_bytes=tier.buffer_bytes, settle_s=tier.patience_s)
 
 
-class NamedModel:
-    """A model runner's model as the connector asks about it.
-
-    identity: the identity of what computes its KV; the rest decides what is kept of it, and with
-              what.
-    profile:  the head profile of the whole model, of which the pool has this rank's part.
-    """
+class NamedModel(ModelIdentity):
+    """A model runner's model as the connector asks about it: its identity, and what decides what is
+    kept of its KV, and with what. profile: of the whole model; the pool has this rank's part."""
 
     def __init__(
         self,
+        model_runner: Any,
         settings: Settings,
-        model_path: str,
-        identity: ModelIdentity,
-        pool: HeadPagedKVPool,
         rule: LocalityRule,
         profile: HeadProfile,
         ranks: Ranks,
     ) -> None:
-        self._identity = identity
+        super().__init__(model_runner, model_runner.server_args)
         self._span_tokens = settings.tier.span_tokens
-        shape = pool.shape
+        pool: HeadPagedKVPool = model_runner.token_to_kv_pool
+        shape, model_path = pool.shape, model_runner.server_args.model_path
         self._known = KvIdentity(
             model=model_name(model_path),
             revision="",
@@ -82,12 +78,8 @@ class NamedModel:
 
     def names(self) -> ContextNames:
         """Return the names of its KV in the tier, as the model is loaded now."""
-        identity = replace(self._known, revision=self._identity.digest())
+        identity = replace(self._known, revision=self.digest())
         return ContextNames(identity, self._span_tokens)
-
-    def adapter(self, lora_id: str) -> str | None:
-        """Return a digest of an adapter's contents; None where it is not loaded."""
-        return self._identity.adapter(lora_id)
 
 
 def _policy(settings: Settings, profile: HeadProfile, rule: LocalityRule) -> str:

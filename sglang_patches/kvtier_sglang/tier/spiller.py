@@ -303,6 +303,3 @@ def _waiting(payload: HostPayload) -> Callable[[TierClient], bool] | None:
         return True
 
     return wait
-
-
-__all__ = ["Spiller"]

@@ -10,6 +10,11 @@ from kvtier.tier.prefetch import Landed
 from kvtier_sglang.tier.spiller import Turn
 from kvtier_sglang.waits import Wait
 
+# These say why what was not on the device did not come from the tier. LOST: it was asked and had it
+# not. REFUSED: loading was judged slower than computing, or took too long. FAILED: the tier was
+# away, or what it gave could not be used, on this rank or on another.
+LOST, REFUSED, FAILED = "lost", "refused", "failed"
+
 
 @dataclass
 class KvWait(Wait[Landed]):
@@ -30,8 +35,8 @@ class TierState:
 
     memory:        the prefix memory that it was matched behind; None: none.
     kv_wait:       its wait for exact KV; None: nothing is fetched or held for it.
-    miss_reason:   why what did not come from the tier has to be computed (prefetch.py); None: the
-                   tier was not asked.
+    miss_reason:   why what did not come from the tier has to be computed; None: the tier was not
+                   asked.
     turn:          the spilling of what it computes; None: nothing is spilled (yet).
     chunk_began_s: time.monotonic() when its chunk began: at the last match, or where the last chunk
                    ended.
@@ -64,6 +69,3 @@ class TierState:
         """Note that what it computes from now on sees KV of which something was dropped."""
         if self.turn is not None:
             self.turn.exact = False
-
-
-__all__ = ["KvWait", "TierState"]

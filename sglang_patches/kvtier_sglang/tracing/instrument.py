@@ -33,7 +33,7 @@ def instrument(cache: Any, tracer: trace.Tracer) -> None:
     wrap(cache.compressor, "end_turn", spans.select)
     if cache.tier is not None:
         wrap(cache.tier, "published", spans.spill)
-        wrap(cache.tier, "ended", spans.spill_record)
+        wrap(cache.tier.spiller, "compressed", spans.spill_record)
         wrap(cache.tier.link, "submit", spans.submit)
     if cache.refresh is not None:
         wrap(cache.refresh.refresher, "begin_pass", spans.begin_pass)
@@ -190,6 +190,3 @@ def _attached(context: Any) -> Iterator[None]:
         yield
     finally:
         contexts.detach(token)
-
-
-__all__ = ["instrument", "wrap"]

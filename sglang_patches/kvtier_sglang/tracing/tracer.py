@@ -40,6 +40,3 @@ def context_of(req: Any) -> Any:
     if span is not None:
         return trace.set_span_in_context(span)
     return getattr(of_request, "root_span_context", None)
-
-
-__all__ = ["context_of", "engine_tracer", "interceptors"]

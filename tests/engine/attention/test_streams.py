@@ -57,7 +57,7 @@ def test_background_work_sees_what_was_queued_before_it_and_is_complete():
     results: list[torch.Tensor] = []
 
     def work() -> None:
-        with background:
+        with background.work():
             keep_busy()
             results.append(x * 2)
 
@@ -66,5 +66,5 @@ def test_background_work_sees_what_was_queued_before_it_and_is_complete():
     thread.join()
     background.hand_over([*results, None])
     assert bool((results[0] == 2).all())
-    with pytest.raises(ZeroDivisionError), Background(DEVICE):
+    with pytest.raises(ZeroDivisionError), Background(DEVICE).work():
         1 / 0  # noqa: B018

@@ -6,7 +6,7 @@ from test_graphs import make_pool
 from kvtier_kernels.triton_backend.attention.dense import DensePrefixes
 from kvtier_kernels.triton_backend.kernels import TritonKernels
 from kvtier_kernels.triton_backend.launching import launch
-from kvtier_sglang.attention.warm_up import warm_up
+from kvtier_sglang.attention.plans import warm_up
 
 
 def test_every_variant_of_extending_is_called_and_nothing_is_written():

@@ -6,20 +6,26 @@ import pytest
 import torch
 from sglang.srt.layers.rotary_embedding import get_rope
 
-from kvtier.retention.shares import Choice, FixedShare, Turn
+from kvtier.retention.shares import FixedShare, Turn
 from kvtier_kernels.scores import unrotate
-from kvtier_sglang.compression.prompt_nll import measure_nll
-from kvtier_sglang.compression.retention import MIN_ASKED, Retention, mean_nll
+from kvtier_sglang.compression.retention import MIN_ASKED, Retention, mean_nll, observe_nll
+from kvtier_sglang.compression.selection import PrefillRows
+from kvtier_sglang.metrics import RetentionMetrics
 
 
 def test_surprise_is_the_cross_entropy_of_the_next_token():
     torch.manual_seed(0)
     hidden, head = torch.randn(6, 4), torch.randn(10, 4)
-    ids, asked = torch.tensor([1, 7, 3, 9, 0, 2]), torch.tensor([0, 3, 4])
-    got = measure_nll(lambda h: h @ head.T, hidden, ids, asked)
+    ids, nll = torch.tensor([1, 7, 3, 9, 0, 2]), torch.full((9,), torch.nan)
+    # Asked are rows 0 and 3: their positions are even, and a token of their request follows.
+    rows = PrefillRows((0, 2, 6), (0, 3), torch.arange(8, 2, -1))
+    observe_nll(lambda h: h @ head.T, hidden, ids, rows, 2, nll)
     logits = torch.log_softmax(hidden.double() @ head.double().T, -1)
-    expected = -torch.stack([logits[0, 7], logits[3, 0], logits[4, 2]])
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    expected = -torch.stack([logits[3, 0], logits[0, 7]])
+    assert (~nll.isnan()).nonzero().flatten().tolist() == [5, 8]
+    torch.testing.assert_close(nll[[5, 8]].double(), expected, rtol=1e-5, atol=1e-5)
+    observe_nll(lambda h: h @ head.T, hidden[-1:], ids, rows, 2, nll.fill_(torch.nan))
+    assert nll.isnan().all()
 
 
 def test_too_few_asked_tokens_say_nothing():
@@ -33,20 +39,21 @@ def test_too_few_asked_tokens_say_nothing():
 
 
 class FullDisk:
-    """Metrics that cannot be written."""
+    """A metric that cannot be written."""
 
-    turns = 0
+    tried = 0
 
-    def turn(self, turn: Turn, choice: Choice) -> None:
-        self.turns += 1
+    def __call__(self, *labels: str) -> None:
+        self.tried += 1
         raise OSError("No space left on device")
 
 
 def test_metrics_that_fail_are_off_and_the_turn_is_decided_all_the_same(caplog):
-    metrics = FullDisk()
+    metrics = RetentionMetrics("a model", None)
+    metrics._turns = disk = FullDisk()
     retention = Retention(FixedShare(0.5), metrics=metrics)
     assert [retention.choose(Turn(1000, 600)).kept_tokens for _ in range(3)] == [112] * 3
-    assert metrics.turns == 1
+    assert disk.tried == 1
     assert retention.report()["reasons"] == {"share": 3}
     assert caplog.text.count("metrics failed") == 1
 

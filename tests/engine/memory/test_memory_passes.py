@@ -10,9 +10,8 @@ import torch
 from prometheus_client import REGISTRY
 
 from kvtier_sglang.memory.bank import NONE
-from kvtier_sglang.memory.lookups import Lookups
-from kvtier_sglang.memory.metrics import MemoryMetrics
-from kvtier_sglang.memory.passes import MemoryPasses
+from kvtier_sglang.memory.passes import Lookups, MemoryPasses
+from kvtier_sglang.metrics import MemoryMetrics
 
 
 class Bank(dict[str, int]):
@@ -66,8 +65,8 @@ def test_lookups_are_counted_where_there_are_entries_and_a_memory():
 
 def test_metrics_are_of_a_memory_and_do_not_end_the_server():
     metrics = MemoryMetrics("a model")
-    metrics.prompt("m1", Lookups(10, 4, 1.0), "answered")
-    metrics.prompt("m1", Lookups(10, 9, -1.0), "exact")
+    metrics.prompt("m1", "answered", *Lookups(10, 4, 1.0))
+    metrics.prompt("m1", "exact", *Lookups(10, 9, -1.0))
 
     def of(name: str, **labels: str) -> float | None:
         return REGISTRY.get_sample_value(name, {"model_name": "a model", "memory": "m1", **labels})
@@ -78,6 +77,6 @@ def test_metrics_are_of_a_memory_and_do_not_end_the_server():
     assert of("kvtier_memory_fallen_share_sum") == pytest.approx(1.3)
     assert of("kvtier_memory_cosine_margin_bucket", le="0.0") == 1
     # A full disk, or a number that is none.
-    metrics.prompt("m1", Lookups(0, 0), "answered")
-    metrics.prompt("m1", Lookups(10, 0), "answered")
+    metrics.prompt("m1", "answered", *Lookups(0, 0))
+    metrics.prompt("m1", "answered", *Lookups(10, 0))
     assert of("kvtier_memory_lookups_total") == 20

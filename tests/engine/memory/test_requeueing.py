@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier_sglang.memory.requeueing import Requeueing, Streamed
+from kvtier_sglang.memory.requeueing import Requeueing
 
 
 class Scheduler:
@@ -29,7 +29,7 @@ def leaving(requeueing: Requeueing, *rids: str) -> list[SimpleNamespace]:
         for rid in rids
     ]
     for req in requests:
-        requeueing._silent[req.rid] = Streamed.silence(req)
+        requeueing._silence(req)
     requeueing._leaving = list(requests)
     return requests
 

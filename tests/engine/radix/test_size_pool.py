@@ -10,7 +10,7 @@ import torch
 from kvtier.errors import StartupError
 from kvtier.heads.profile import ModelShape
 from kvtier.pool_sizing import TABLE_BYTES, slot_bytes
-from kvtier_sglang.pool.sizing import size_pool
+from kvtier_sglang.runtime import size_pool
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
 TOKEN_BYTES = 3 * 4 * 2 * 32 * 4

@@ -18,7 +18,7 @@ from tree_requests import Request, context, random_tokens
 from kvtier.errors import UsageError
 from kvtier.retention.shares import PAGE, FixedShare
 from kvtier_sglang.radix import matching
-from kvtier_sglang.request_options import asked_of, recomputed_tokens
+from kvtier_sglang.request_options import asked_of
 
 
 def test_leaving_a_compressed_node_in_the_middle_recomputes_and_the_next_one_shares():
@@ -140,9 +140,10 @@ def test_of_what_is_cached_a_request_is_told_what_it_computes_again():
     for seed in (1, 2, 3):
         prompt = [*shared, *context(20, seed=seed), 7, 7]
         request = asks_for_logprobs(s, prompt, 61)
-        assert request.prefix_len + recomputed_tokens(request) == 61
+        assert request.prefix_len + request.kvtier_recomputed == 61
         for state in ({"already_computed": 30}, {"retracted_stain": True}):
-            assert recomputed_tokens(asks_for_logprobs(s, prompt, 61, **state)) == 0
+            again = asks_for_logprobs(s, prompt, 61, **state)
+            assert getattr(again, "kvtier_recomputed", 0) == 0
 
 
 @pytest.mark.parametrize(("asked", "of_others"), [("exact", 52), ("measure", 0)])

@@ -11,7 +11,8 @@ from tree_requests import context
 
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.link.link import TierLink
-from kvtier_sglang.ranks import Answer, Ranks
+from kvtier_sglang.ranks import Ranks
+from kvtier_sglang.waits import Answer
 
 
 class Partner(Ranks):

@@ -92,7 +92,7 @@ def test_what_was_fetched_behind_a_memory_is_forgotten_by_who_is_not_behind_it_a
     memory = SimpleNamespace(digest="0123456789abcdef", prefix_ids=(7,) * 30)
     stays, leaves = TierState(memory=memory), TierState()
     for state in (stays, leaves):
-        tier.fetches.decline(state, Scope(memory=memory.digest))
+        tier.decline(state, Scope(memory=memory.digest))
         tier.matched(state)
     assert stays.kv_wait is not None
     assert leaves.kv_wait is None

@@ -12,6 +12,7 @@ from tree_harness import MiniScheduler
 from tree_requests import context
 from waiting import SAFETY_S, FakeClock, wait_for
 
+from kvtier.config.sections import RefreshSettings
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
@@ -21,8 +22,8 @@ from kvtier.tier.link.link import TierLink
 from kvtier.tier.link.queues import Fetch
 from kvtier.tier.prefetch import Landed
 from kvtier.tier.transport.landing import Landing
-from kvtier_sglang.ranks import Answer
 from kvtier_sglang.tier.state import KvWait
+from kvtier_sglang.waits import Answer
 
 # Longer than any machine takes to load anything here.
 PUT_S = 3600.0
@@ -41,13 +42,14 @@ class WaitingClient(TierClient):
         return super().put(*args, **kwargs)
 
 
-@pytest.mark.parametrize("near_data", [False, True])
-def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(
-    connect, near_data, monkeypatch
-):
+@pytest.mark.parametrize("by", ["fetch", "near-data"])
+def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(connect, by, monkeypatch):
     monkeypatch.setattr(link_module, "SETTLE_S", SAFETY_S)
     s = MiniScheduler(
-        share=FixedShare(0.5), link=connect(WaitingClient), refresh=REFRESH, near_data=near_data
+        share=FixedShare(0.5),
+        link=connect(WaitingClient),
+        refresh=REFRESH,
+        refreshes=RefreshSettings(when="turn", by=by),
     )
     s.tree.tier.link.client.link = s.tree.tier.link
     prompt = context(90)

@@ -77,7 +77,7 @@ def compute_faster(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
 
 def be_impatient(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(s.tree.tier, "patience_s", lambda tokens: 0.0)
-    patch.setattr(s.tree.tier.fetches.link, "submit", lambda *_, **__: Unending())
+    patch.setattr(s.tree.tier.link, "submit", lambda *_, **__: Unending())
 
 
 def be_away(s: MiniScheduler, patch: pytest.MonkeyPatch) -> None:

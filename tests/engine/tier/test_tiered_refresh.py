@@ -11,12 +11,12 @@ from tree_harness import MiniScheduler, matched
 from tree_requests import Request, context
 from waiting import SAFETY_S
 
+from kvtier.config.sections import RefreshSettings
 from kvtier.retention.keepkv import KeepKV
 from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.landing import Landing
-from kvtier_sglang.refresh.trigger import TriggerRule
 
 PROMPT = context(90)
 NEXT = [*PROMPT, 1, 2, 7, 7, 7]
@@ -77,8 +77,8 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect, 
 
 def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
     held = []
-    for near_data in (False, True):
-        s = behind_a_turn(connect, near_data=near_data)
+    for by in ("fetch", "near-data"):
+        s = behind_a_turn(connect, refreshes=RefreshSettings(when="turn", by=by))
         request = s.admit(NEXT)
         assert s.extend(request, 100)
         report = s.tree.report()["tier"]
@@ -112,7 +112,8 @@ def generated(s: MiniScheduler, request: Request, count: int) -> list[int]:
 @pytest.mark.parametrize(("moved", "again"), [(0.01, 1), (0.99, 0)])
 def test_only_attention_that_has_moved_on_chooses_again(connect, moved, again):
     refresh = RefreshRule(KeepKV(pool_width=1, window_queries=2), merges=False)
-    s = behind_a_turn(connect, 0.3, refresh=refresh, again=TriggerRule(moved=moved))
+    refreshes = RefreshSettings(when="turn", moved=moved)
+    s = behind_a_turn(connect, 0.3, refresh=refresh, refreshes=refreshes)
     request = s.admit(NEXT)
     assert s.extend(request, 100)
     # The trigger looks with the 8th token for the first time, and with the 16th.
@@ -124,7 +125,7 @@ def test_only_attention_that_has_moved_on_chooses_again(connect, moved, again):
 def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect, monkeypatch):
     """Entries are asked for with the 2nd token, have come and are chosen from with the 3rd, and are
     written with the 4th."""
-    s = behind_a_turn(connect, 0.3, again=TriggerRule(every_tokens=2))
+    s = behind_a_turn(connect, 0.3, refreshes=RefreshSettings(when="2"))
     with monkeypatch.context() as patch:
         patch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
         request = s.admit(NEXT)

@@ -13,12 +13,12 @@ from tree_harness import MiniScheduler
 from tree_requests import context, random_tokens
 from waiting import SAFETY_S
 
+from kvtier.config.sections import RefreshSettings
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.client import TierClient
 from kvtier_sglang.radix import matching
-from kvtier_sglang.refresh.trigger import TriggerRule
 
 
 @pytest.mark.parametrize("span_tokens", [6, 32])
@@ -105,7 +105,7 @@ def test_what_is_computed_faster_than_it_is_loaded_is_computed_unless_it_is_wait
     asks = patience_s is not None
     assert b.tree.report()["tier"]["loading_pays"] is asks
     assert turn(b, [*context(60), 1, 7], [2]).restored == (61 if asks else 0)
-    assert b.tree.tier.fetches.counters["asked"] == asks
+    assert b.tree.tier.counters["asked"] == asks
 
 
 class FlakyClient(TierClient):
@@ -155,10 +155,12 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             share=share,
             link=connect(client),
             refresh=refresh,
-            near_data=seed > 5 and bits is None,
             adaptive=bits is not None,
             bits=bits,
-            again=TriggerRule(every_tokens=2) if seed % 4 == 3 else None,
+            refreshes=RefreshSettings(
+                when="2" if seed % 4 == 3 else "turn",
+                by="near-data" if seed > 5 and bits is None else "fetch",
+            ),
         )
         for _ in range(2)
     ]

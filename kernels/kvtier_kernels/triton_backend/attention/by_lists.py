@@ -16,7 +16,7 @@ import triton
 
 from kvtier_kernels.base import AttentionState
 from kvtier_kernels.codes import CODED_ENTRY_BITS, coded_shape, rotated
-from kvtier_kernels.lists import CellKV, ListKernels, ListTables, check_tables
+from kvtier_kernels.lists import CellKV, ListKernels, ListTables
 from kvtier_kernels.triton_backend.attention.codes import attend_codes
 from kvtier_kernels.triton_backend.attention.lists import attend_stretch, merge_lists
 from kvtier_kernels.triton_backend.attention.tiles import code_tile, list_tile, merge_tile
@@ -52,14 +52,8 @@ class TritonLists(ListKernels):
         heads: int,
         into: ListPlan | None = None,
     ) -> ListPlan:
-        check_tables(tables, rows, dense, layers, heads)
         if into is None:
             return ListPlan(tables, rows, dense, layers, heads)
-        if (into.requests, into.layers, into.heads) != (rows.numel(), layers, heads):
-            raise ValueError(
-                f"into: expected a plan of {rows.numel()} requests, {layers} layers and {heads} "
-                f"heads, got {into.requests}, {into.layers} and {into.heads}"
-            )
         plan = replace(into, tables=tables, rows=rows, dense=dense)
         for deal in plan.deals.values():
             fill_deal(self._launch, deal, plan)
@@ -230,6 +224,3 @@ def _blocks(
         for first in range(begin * group, end * group, block_rows):
             blocks.append((request, first, min(first + block_rows, end * group)))
     return to_device(list(zip(*blocks, strict=True)), device)
-
-
-__all__ = ["TritonLists"]

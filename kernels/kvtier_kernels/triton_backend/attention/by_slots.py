@@ -95,6 +95,3 @@ def extend(
             BLOCK_P=MAX_SPLITS,
         )
     return AttentionState(o, lse)
-
-
-__all__ = ["extend"]

@@ -183,12 +183,3 @@ def _as_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.
 
 
 CUDNN = DensePrefixes(cudnn_attention)
-
-__all__ = [
-    "CUDNN",
-    "DenseAttention",
-    "DensePrefixes",
-    "Division",
-    "cudnn_attention",
-    "has_cudnn_attention",
-]

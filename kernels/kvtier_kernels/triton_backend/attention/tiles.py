@@ -47,12 +47,20 @@ def kept_entries(ieee: bool) -> int:
 
 
 class Tile(NamedTuple):
-    """rows: tokens times group. stages: tiles of entries in flight, the one in use included."""
+    """rows: tokens times group. stages: tiles of entries in flight, the one in use included.
+    programs: that are resident on a multiprocessor at a time, of attention over lists."""
 
     rows: int
     entries: int
     warps: int
     stages: int
+    programs: int = 1
+
+    @property
+    def registers(self) -> int:
+        """The most registers of a thread. Told nothing, ptxas spills to fit more programs than
+        shared memory has room for."""
+        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
 
 
 def extend_tile(dim: int, ieee: bool) -> Tile:
@@ -69,24 +77,7 @@ def extend_tile(dim: int, ieee: bool) -> Tile:
     return Tile(64, 64, 4, 3)
 
 
-class ListTile(NamedTuple):
-    """The tile of attention over lists, like `Tile`. programs: that are resident on a
-    multiprocessor at a time."""
-
-    rows: int
-    entries: int
-    warps: int
-    stages: int
-    programs: int
-
-    @property
-    def registers(self) -> int:
-        """The most registers of a thread. Told nothing, ptxas spills to fit more programs than
-        shared memory has room for."""
-        return min(255, REGISTERS // (32 * self.warps * self.programs) // 8 * 8)
-
-
-def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
+def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> Tile:
     """Return the tile of attention over lists, such that the registers suffice (`ahead`). For few
     rows it was measured on an H200: with dim 128, 64 entries in three stages leave room for just
     three programs.
@@ -95,19 +86,19 @@ def list_tile(dim: int, ieee: bool, rows: int, *, laden: bool) -> ListTile:
     """
     wanted = max(16, triton.next_power_of_2(rows))
     if is_interpreted():
-        return ListTile(min(wanted, INTERPRETED_TILE), INTERPRETED_TILE, 4, 3, 3)
+        return Tile(min(wanted, INTERPRETED_TILE), INTERPRETED_TILE, 4, 3, 3)
     if ieee:
-        return ListTile(16, 16, 4, 3, 2) if wanted == 16 else ListTile(32, 16, 4, 1, 2)
+        return Tile(16, 16, 4, 3, 2) if wanted == 16 else Tile(32, 16, 4, 1, 2)
     entries = 64 if dim <= 128 else 32
     stages = 3 if has_wide_products() else 2
     if wanted == 16:
-        return ListTile(16, entries, 4, stages, 2 if laden else stages)
+        return Tile(16, entries, 4, stages, 2 if laden else stages)
     if laden or dim > 128:
-        return ListTile(32, 32, 4, stages, stages - 1)
-    return ListTile(min(wanted, 64), entries, 4, stages, stages - 1)
+        return Tile(32, 32, 4, stages, stages - 1)
+    return Tile(min(wanted, 64), entries, 4, stages, stages - 1)
 
 
-def code_tile(dim: int, ieee: bool, rows: int) -> ListTile:
+def code_tile(dim: int, ieee: bool, rows: int) -> Tile:
     """Return the tile of attention over coded pages, of at most 63 entries each. It is not
     measured; the registers suffice for it (`ahead`).
 
@@ -115,10 +106,10 @@ def code_tile(dim: int, ieee: bool, rows: int) -> ListTile:
     """
     wanted = max(16, triton.next_power_of_2(rows))
     if is_interpreted():
-        return ListTile(min(wanted, INTERPRETED_TILE), CODED_TILE, 4, 3, 3)
+        return Tile(min(wanted, INTERPRETED_TILE), CODED_TILE, 4, 3, 3)
     if ieee:
-        return ListTile(16, 16, 4, 2, 2)
-    return ListTile(min(wanted, 16 if dim > 128 else 64), CODED_TILE, 8, 2, 1)
+        return Tile(16, 16, 4, 2, 2)
+    return Tile(min(wanted, 16 if dim > 128 else 64), CODED_TILE, 8, 2, 1)
 
 
 class MergeTile(NamedTuple):
@@ -135,16 +126,3 @@ def merge_tile(rows: int) -> MergeTile:
         return MergeTile(INTERPRETED_TILE, 4)
     # Few rows have many parts each, which are best read at once.
     return MergeTile(1, 32) if rows <= 16 else MergeTile(8, 4)
-
-
-__all__ = [
-    "ListTile",
-    "MergeTile",
-    "Tile",
-    "code_tile",
-    "extend_tile",
-    "kept_entries",
-    "list_tile",
-    "merge_tile",
-    "num_splits",
-]

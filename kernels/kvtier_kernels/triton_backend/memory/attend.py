@@ -121,6 +121,3 @@ class TritonMemory(MemoryKernels):
             num_stages=3,
         )
         return AttentionState(o, lse)
-
-
-__all__ = ["TritonMemory"]

@@ -81,6 +81,3 @@ class SortedBins(Bins):
     def sizes(self) -> torch.Tensor:
         sizes = self._bounds.diff().view(-1, self.count + 1)
         return sizes[:, : self.count].long()
-
-
-__all__ = ["SortedBins"]

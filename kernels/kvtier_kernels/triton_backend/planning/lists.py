@@ -87,6 +87,3 @@ def fill_deal(launch: Launch, deal: Deal, plan: ListPlan) -> None:
         BLOCK=PLAN_BLOCK,
         num_warps=4,
     )
-
-
-__all__ = ["Deal", "ListPlan", "fill_deal", "new_deal"]

@@ -55,6 +55,3 @@ def row_blocks(
         rows += firsts
     plan.tables[key] = to_device([owners, rows], plan.indptr.device)
     return plan.tables[key]
-
-
-__all__ = ["TritonPlan", "row_blocks", "table_of"]
