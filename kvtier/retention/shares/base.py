@@ -15,10 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
-
-if TYPE_CHECKING:
-    pass
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 PAGE = 16
 """Entries of one KV head that lie together in memory: what is kept fills whole pages."""

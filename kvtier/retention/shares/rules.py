@@ -22,8 +22,10 @@ from kvtier.retention.shares.base import (
 class Everything(ShareRule):
     """Keep the whole context. No setting names it: it is what the others are chosen instead of."""
 
+    name: ClassVar[str] = "everything"
+
     def choose(self, turn: Turn) -> Choice:
-        return Choice(turn.droppable_tokens, "everything", turn.nll)
+        return Choice(turn.droppable_tokens, self.name, turn.nll)
 
 
 @dataclass(frozen=True)
