@@ -131,8 +131,9 @@ class PackedSelection(ABC):
 
         slots: [tokens] int64 in order of position, the first at `first_position`. No request may be
         reading them. keep: entries of the span that an anchored head keeps, or a head on average.
-        alloc_bundles: slots of so many free bundles, for what the span's own lack, so that what is
-        kept does not depend on where its tokens were put.
+        alloc_bundles: returns so many slots of free bundles, or None where there are not as many.
+        A span whose slots lack whole bundles takes those, so what is kept does not depend on where
+        its tokens were put; where there are none, less is kept, or all.
         """
         packed = self.pool.packed
         assert packed is not None, "a pool that does not pack"
