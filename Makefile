@@ -152,7 +152,7 @@ ahead: $(READY)  ## Compile the kernels for Hopper, without one (TRITON=3.6.0: b
 gpu-pack: $(READY)  ## Pack SGLang and kvtier for a GPU machine without a network (PACK_PYTHON=3.12)
 	$(BIN)/python -m benchmarks.gpu.pack $(if $(PACK_PYTHON),--python $(PACK_PYTHON))
 
-gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1, PEERS=DIR: those, too; OUT=DIR: where JSON goes)
+gpu-check:  ## Check and measure the kernels on this GPU; installs nothing (FLASHINFER=1: full KV by it; PEERS=DIR: others' kernels, too; OUT=DIR: where JSON goes)
 	@mkdir -p $(or $(OUT),out)
 	PYTHONPATH=.:kernels$(addprefix :,$(PYTHONPATH)) $(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu.check --out $(or $(OUT),out)/gpu-check.json \
 		$(if $(FLASHINFER),--flashinfer) $(if $(PEERS),--peers $(PEERS)) $(if $(PARTS),--parts $(PARTS))

@@ -87,12 +87,7 @@ class CellKV(NamedTuple):
 
 
 class ListKernels(ABC):
-    """One backend of the contract in this module's docstring.
-
-    reads_codes: whether `kv` may be of coded pages.
-    """
-
-    reads_codes = False
+    """One backend of the contract in this module's docstring."""
 
     @abstractmethod
     def plan(

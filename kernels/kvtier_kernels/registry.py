@@ -20,7 +20,6 @@ AUTO = "auto"
 # Each backend's factory, which raises KernelUnavailableError or ImportError for what this machine
 # lacks.
 BACKENDS: dict[str, str] = {
-    "flashinfer": "kvtier_kernels.flashinfer_backend:make_kernels",
     "reference": "kvtier_kernels.reference_backend:make_kernels",
     "triton": "kvtier_kernels.triton_backend:make_kernels",
 }

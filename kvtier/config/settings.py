@@ -118,7 +118,7 @@ class Settings(BaseModel):
     )
     kernels: str = Field(
         "auto",
-        description="Attention kernels: reference, triton, flashinfer, or auto (triton on a GPU).",
+        description="Attention kernels: reference, triton, or auto (triton on a GPU).",
     )
     force_cpu: bool = Field(
         False, description="Activate kvtier's CPU platform even where CUDA is available."

@@ -111,7 +111,8 @@ def uses_kvtier(server_args: Any) -> bool:
 
 
 def check_server_args(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError (or a model or profile error) naming the first obstacle.
+    """Raise IncompatibleFlagError (or ConfigurationError, or a model or profile error) naming the
+    first obstacle.
 
     server_args: SGLang's ServerArgs before resolution; untouched.
     """
@@ -127,6 +128,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
     _check_codes(server_args, settings)
+    kernels_of(settings, server_args)
     scorer_of(settings)
     configured_share(settings)
     attention = server_args.attention_backend
@@ -223,11 +225,9 @@ def _check_combinations(server_args: Any, settings: Settings) -> None:
 
 
 def _check_codes(server_args: Any, settings: Settings) -> None:
-    """Raise IncompatibleFlagError for what does not go together with codes of kept entries, and
-    ConfigurationError for kernels that cannot serve."""
-    kernels, dtype = kernels_of(settings, server_args), settings.kept_dtype
+    """Raise IncompatibleFlagError for what does not go together with codes of kept entries."""
+    dtype = settings.kept_dtype
     for other, is_asked in (
-        (f"--kernels {kernels.name}", not kernels.lists.reads_codes),
         ("--kv-cache-dtype fp8", getattr(server_args, "kv_cache_dtype", None) in FP8),
         # Every head of a model that is not calibrated keeps everything.
         ("heads that do not compete: calibrate the model", not settings.competes),

@@ -85,7 +85,7 @@ def test_heads_of_a_calibrated_model_compete_for_a_quarter(model, worth_file):
         {"quality": 0.9},
         {"budget_tokens": 64},
         {"memory": "memories"},
-        {"kernels": "flashinfer"},
+        {"kernels": "triton"},
         {**TIER, "refresh": "64"},
         {**TIER, "refresh": "turn", "merge": "keepkv"},
     ],

@@ -97,12 +97,6 @@ def test_what_goes_together_is_taken(monkeypatch):
     compat.check_server_args(compiled, load_settings(kernels="reference"))
 
 
-def test_codes_are_refused_by_kernels_that_read_none(monkeypatch):
-    monkeypatch.setattr("kvtier_kernels.reference_backend.lists.ReferenceLists.reads_codes", False)
-    with pytest.raises(IncompatibleFlagError, match=r"^--kept-dtype: .* --kernels reference"):
-        compat.check_server_args(server_args(), load_settings(kept_dtype="int4"))
-
-
 def test_a_bad_flag_of_kvtiers_is_refused_before_sglang_sees_any():
     with pytest.raises(ConfigurationError, match=r"^--tier-span-tokens: expected"):
         serve.main(["--model-path", str(DEMO_MODEL), "--tier-span-tokens", "1"])
@@ -111,10 +105,10 @@ def test_a_bad_flag_of_kvtiers_is_refused_before_sglang_sees_any():
 @pytest.mark.parametrize(
     ("kernels", "said"),
     [
-        ("magic", "expected one of auto, flashinfer, reference, triton, got 'magic'"),
+        ("magic", "expected one of auto, reference, triton, got 'magic'"),
         (
-            "flashinfer",
-            "expected a backend that can run here, got .*'flashinfer' needs a CUDA device",
+            "triton",
+            "expected a backend that can run here, got .*'triton' needs a CUDA device",
         ),
     ],
 )
@@ -122,6 +116,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_any_model_loads(
     monkeypatch, kernels, said
 ):
     monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("kvtier_kernels.triton_backend.launching.is_interpreted", lambda: False)
     with pytest.raises(ConfigurationError, match=f"^kernels: {said}"):
         compat.check_server_args(server_args(), load_settings(kernels=kernels))
 

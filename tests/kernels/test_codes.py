@@ -149,8 +149,6 @@ def make_problem(bits, dim, dtype):
 @bits_of_a_code
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
 def test_codes_are_attended_to_as_what_they_stand_for(name, bits, dim, dtype):
-    if not get_kernels(name).lists.reads_codes:
-        pytest.skip("reads no codes")
     torch.manual_seed(bits)
     kernels, scale, group = get_kernels(name).lists, dim**-0.5, 4
     kv, tables, rows, found, arena = make_problem(bits, dim, dtype)

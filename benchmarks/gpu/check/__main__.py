@@ -14,9 +14,8 @@ heads, 8 KV heads, dim 128, bfloat16), one layer's KV at a time:
     choosing  Compactor's selection and KeepKV's merge for all 32 layers of 128k, against that
               context's prefill attention
 
-With --flashinfer (`make gpu-check FLASHINFER=1`) also the backend of that name, tests and decodes;
-it wants nvcc, and compiles for minutes the first time: `--parts decode flashinfer` and `--parts
-tests` after each other split a long run. With --peers DIR (`PEERS=DIR`) the same decodes by others'
+With --flashinfer (`make gpu-check FLASHINFER=1`) full KV is decoded by FlashInfer, which wants nvcc
+and compiles for minutes the first time. With --peers DIR (`PEERS=DIR`) the same decodes by others'
 kernels, which `benchmarks/gpu/check/peer_kernels.py` says how to bring there.
 
 What serving gains is another command, `benchmarks.gpu.serving`.
@@ -44,7 +43,6 @@ from benchmarks.gpu.check.choosing import measure_choosing
 from benchmarks.gpu.check.claims import lines, make_bars
 from benchmarks.gpu.check.decode import measure_decode, measure_planning
 from benchmarks.gpu.check.equal import check_equal
-from benchmarks.gpu.check.flashinfer_backend import measure_flashinfer
 from benchmarks.gpu.check.peers import measure_peers
 from benchmarks.gpu.check.processes import run_tests
 from benchmarks.gpu.contexts import SHAPES
@@ -61,14 +59,13 @@ PARTS: Mapping[str, Callable[[Options], Any]] = {
     "planning": lambda _: measure_planning(),
     "choosing": lambda asked: measure_choosing(asked.seed),
     "peers": lambda asked: measure_peers(SHAPES, asked.seed, asked.peers),
-    "flashinfer": lambda asked: measure_flashinfer(SHAPES, asked.seed),
-    "tests": lambda asked: run_tests(flashinfer=asked.flashinfer),
+    "tests": lambda _: run_tests(),
 }
 
 
 def declare(arguments: Arguments) -> None:
     add = arguments.add
-    add("--flashinfer", action="store_true", help="the backend flashinfer, too")
+    add("--flashinfer", action="store_true", help="decode full KV by FlashInfer")
     add("--peers", type=Path, default=None, metavar="DIR", help="others' kernels")
     add("--parts", nargs="+", choices=PARTS, help="(all)")
     arguments.check(has_what_its_parts_want)
@@ -76,7 +73,7 @@ def declare(arguments: Arguments) -> None:
 
 def leaves_out(options: Options, part: str) -> bool:
     """Return whether a part wants a flag that was not given."""
-    return part in ("flashinfer", "peers") and not getattr(options, part)
+    return part == "peers" and options.peers is None
 
 
 def has_what_its_parts_want(options: Options) -> None:

@@ -86,16 +86,6 @@ def _peers(figures: Figures) -> Iterator[Bar]:
         yield Bar(f"{name} did not run: {why}", None, False)
 
 
-def _flashinfer(figures: Figures) -> Iterator[Bar]:
-    found = figures.get("flashinfer", {})
-    if not found.get("ran", True):
-        yield Bar("the backend flashinfer runs", 0.0, False)
-    for row in found.get("decode", []):
-        for what in ("retained", "voted"):
-            name = f"{row['shape']}, {what}: FlashInfer to Triton"
-            yield _same(name, row[f"{what}_difference"])
-
-
 def _same(name: str, difference: float) -> Bar:
     return at_most(f"{name}, largest difference", difference, MOST_DIFFERENCE)
 
@@ -107,7 +97,6 @@ CLAIMS: tuple[Callable[[Figures], Iterator[Bar]], ...] = (
     _planning,
     _choosing,
     _peers,
-    _flashinfer,
 )
 
 
@@ -116,12 +105,11 @@ def lines(figures: Figures) -> Iterator[str]:
     ceiling = figures.get("read_bytes_per_s")
     if ceiling:
         yield f"read bandwidth {ceiling / 1e12:.2f} TB/s"
-    for name in ("tests", "flashinfer"):
-        part = figures.get(name, {"ran": True})
-        if not part["ran"]:
-            yield f"{name} did not run, without {part['missing']}"
-    if not figures.get("tests", {}).get("passed", True):
-        yield from figures["tests"]["said"]
+    tests = figures.get("tests", {"ran": True})
+    if not tests["ran"]:
+        yield f"tests did not run, without {tests['missing']}"
+    if not tests.get("passed", True):
+        yield from tests["said"]
     yield from _decodes(figures)
     choosing = figures.get("choosing", {})
     for name, taken in choosing.get("prefills_s", {}).items():
@@ -133,8 +121,6 @@ def lines(figures: Figures) -> Iterator[str]:
 def _decodes(figures: Figures) -> Iterator[str]:
     for row in figures.get("decode", []):
         yield (f"{_retained(row)}, full {row['full_s'] * 1e6:8.1f} us ({row['full_kernel']})")
-    for row in figures.get("flashinfer", {}).get("decode", []):
-        yield f"{_retained(row)}, planning {row['planning_us']:8.1f} us (flashinfer)"
     for peer in ("compactor_vllm", "kvpress"):
         for row in figures.get("peers", {}).get(peer, []):
             ours, theirs = row["ours_s"] * 1e6, row["theirs_s"] * 1e6

@@ -17,7 +17,7 @@ TESTS_LIMIT_S = 240.0
 TESTS_PROCESSES = 8
 
 
-def run_tests(*, flashinfer: bool) -> dict[str, Any]:
+def run_tests() -> dict[str, Any]:
     """The equivalence suite on the device, where what it is written with is installed."""
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     if missing:
@@ -31,10 +31,7 @@ def run_tests(*, flashinfer: bool) -> dict[str, Any]:
     if find_spec("xdist") is not None:
         # Most of the time is compiling.
         command += ["-n", str(TESTS_PROCESSES)]
-    if not flashinfer:
-        command += ["-k", "not flashinfer"]
-    # FlashInfer compiles for minutes the first time.
-    code, said = run_limited(command, None if flashinfer else TESTS_LIMIT_S)
+    code, said = run_limited(command, TESTS_LIMIT_S)
     return {"ran": True, "passed": code == 0, "said": said.splitlines()[-60:]}
 
 

@@ -104,8 +104,6 @@ class ReferenceListPlan:
 
 
 class ReferenceLists(ListKernels):
-    reads_codes = True
-
     def plan(
         self,
         tables: ListTables,

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks.common.benchmark import ROOT, Options
@@ -113,17 +112,16 @@ def test_what_failed_or_could_not_run_is_a_bar_that_is_not_met():
     assert met["equal: OutOfMemoryError: too much"] is False
 
 
-@pytest.mark.parametrize("part", ["peers", "flashinfer"])
-def test_a_part_that_wants_a_switch_says_so_and_is_left_out_without_it(part, capsys):
-    assert gpu_check.main(["--parts", "equal", part]) == 2
-    assert f"--parts: expected --{part} beside the part {part}" in capsys.readouterr().err
-    assert gpu_check.leaves_out(Options(flashinfer=False, peers=None), part)
-    assert not gpu_check.leaves_out(Options(flashinfer=True, peers=Path("x")), part)
+def test_a_part_that_wants_a_switch_says_so_and_is_left_out_without_it(capsys):
+    assert gpu_check.main(["--parts", "equal", "peers"]) == 2
+    assert "--parts: expected --peers beside the part peers" in capsys.readouterr().err
+    assert gpu_check.leaves_out(Options(peers=None), "peers")
+    assert not gpu_check.leaves_out(Options(peers=Path("x")), "peers")
 
 
 def test_tests_that_take_too_long_leave_what_they_said(monkeypatch):
     monkeypatch.setattr(processes, "TESTS_LIMIT_S", 0.5)
-    found = processes.run_tests(flashinfer=False)
+    found = processes.run_tests()
     assert found["ran"]
     assert not found["passed"]
     assert found["said"][-1] == "stopped after 0.5 s"

@@ -38,8 +38,6 @@ LOOKUP_LISTS = 512
 class TritonLists(ListKernels):
     """See the module docstring. A plan is made when a layer first uses it, and again by `into`."""
 
-    reads_codes = True
-
     def __init__(self, launch: Launch = launch) -> None:
         self._launch = launch
 
