@@ -28,7 +28,5 @@ def find_demo_model() -> Path:
     raise UsageError("--model-path", expected, str(package / PLACE))
 
 
-__all__ = ["find_demo_model"]
-
 if __name__ == "__main__":
     print(find_demo_model())

@@ -178,14 +178,3 @@ def _find(text: str, literal: str) -> int:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
-
-
-__all__ = [
-    "MAX_NESTING",
-    "Refusal",
-    "is_too_deep",
-    "parse_json",
-    "read_json",
-    "read_json_lines",
-    "read_text",
-]

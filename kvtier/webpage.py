@@ -52,6 +52,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     drawn = f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="wide">{drawn}</div>'
-
-
-__all__ = ["page", "table", "tile"]

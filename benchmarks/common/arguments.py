@@ -104,6 +104,3 @@ class Arguments:
 
 def _name(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
-
-
-__all__ = ["Arguments", "Options"]

@@ -47,6 +47,3 @@ def _in_one_line(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-__all__ = ["Bar", "at_least", "at_most"]

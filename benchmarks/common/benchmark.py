@@ -26,8 +26,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import Arguments, Options
-from benchmarks.common.bars import Bar
+from benchmarks.common.arguments import Arguments as Arguments
+from benchmarks.common.arguments import Options as Options
+from benchmarks.common.bars import Bar as Bar
 from kvtier.environment import describe_environment
 from kvtier.errors import KvtierError, UsageError
 
@@ -144,6 +145,3 @@ def _device() -> dict[str, Any]:
         "multiprocessors": device.multi_processor_count,
         "cuda": torch.version.cuda,
     }
-
-
-__all__ = ["RESULTS", "ROOT", "Arguments", "Bar", "Benchmark", "Measured", "Options"]

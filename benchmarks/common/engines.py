@@ -28,6 +28,3 @@ def ranks_on_a_cpu(ranks: int) -> dict[str, str]:
         "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-
-
-__all__ = ["bench_plan", "ranks_on_a_cpu"]

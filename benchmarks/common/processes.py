@@ -219,16 +219,3 @@ def server_process(
     command = [sys.executable, "-m", *module, *flags, "--host", host, "--port", port]
     ready, listening = partial(answers_http, url), partial(accepts, host, port)
     return Served(name, command, folder, ready, environment, listening), url
-
-
-__all__ = [
-    "LOOK_S",
-    "ProcessError",
-    "Served",
-    "accepts",
-    "answers_http",
-    "free_address",
-    "redis_process",
-    "server_process",
-    "tier_process",
-]

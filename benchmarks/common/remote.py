@@ -70,6 +70,3 @@ def run_module(
 def clean_environment() -> dict[str, str]:
     """This process's environment without KVTIER_* variables: what a worker starts from."""
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-
-
-__all__ = ["WorkerError", "clean_environment", "run_job", "run_module"]

@@ -24,6 +24,3 @@ def new_table(title: str, columns: Sequence[str], *, left: Collection[str] | Non
 def show(table: Table) -> None:
     """Print a table."""
     make_console().print(table)
-
-
-__all__ = ["new_table", "show"]

@@ -88,6 +88,3 @@ def as_pod(
 def _changed(word: str, flags: Mapping[str, str]) -> str:
     name, equals, _ = word.partition("=")
     return f"{name}={flags[name]}" if equals and name in flags else word
-
-
-__all__ = ["Podman", "PodmanError", "as_pod"]

@@ -132,6 +132,3 @@ def missing_and_corrupt(
         != bytes(data.land(Offer(position, data.blob_bytes, b"")))
     ]
     return len(positions) - len(landed), len(wrong)
-
-
-__all__ = ["HalfPut", "Writer", "asked", "missing_and_corrupt", "refusals", "scrape"]

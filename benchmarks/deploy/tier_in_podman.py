@@ -1,7 +1,7 @@
 """The tier as deploy/overlays/production deploys it, in a real container: is it confined, scraped,
 drained at SIGTERM, and does it have everything that it acknowledged when it is started again?
 
-    podman build -f deploy/image/tier/Dockerfile -t localhost/kvtier-tier:0.1.0 .
+    podman build -f deploy/image/tier/Dockerfile -t localhost/kvtier-tier:0.2.0 .
     python -m benchmarks.deploy.tier_in_podman
 
 The StatefulSet is rendered by kustomize and played by podman: uid, capabilities, seccomp, read-only

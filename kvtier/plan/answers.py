@@ -123,6 +123,3 @@ def answers_of(
 
 def _at(values: npt.NDArray[np.float64], percentile: float) -> float:
     return float(np.percentile(values, percentile)) if len(values) else 0.0
-
-
-__all__ = ["Answers", "Slo", "answers_of"]

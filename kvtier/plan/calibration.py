@@ -184,6 +184,3 @@ def _fit(
     rates = found / scale
     error = np.median(np.abs(terms @ rates - times) / times)
     return [float(rate) for rate in rates], float(error)
-
-
-__all__ = ["Calibration", "calibrate", "groups_alone", "load_replay"]

@@ -248,6 +248,3 @@ def _file(text: str, argument: str) -> Path:
 
 def _from_zero(text: str, argument: str) -> float:
     return parse_number(text, argument, zero=True)
-
-
-__all__ = ["add_plan_parser", "run_plan"]

@@ -123,15 +123,3 @@ class FleetPlan:
     def with_replicas(self, replicas: int) -> FleetPlan:
         """Return the same plan with another number of replicas."""
         return replace(self, replicas=replicas)
-
-
-__all__ = [
-    "ROUTINGS",
-    "SCHEDULE_POLICIES",
-    "STREAMING",
-    "UNBOUNDED",
-    "Cache",
-    "FleetPlan",
-    "Rates",
-    "Windows",
-]

@@ -135,6 +135,3 @@ def find_replica(gpu: str, model: str, tp: int, assumed: Assumptions) -> Replica
     if model not in MODELS:
         raise UsageError("--model", f"one of {', '.join(MODELS)}", model)
     return Replica(ACCELERATORS[gpu], MODELS[model], tp, assumed)
-
-
-__all__ = ["ACCELERATORS", "MODELS", "Assumptions", "Replica", "find_replica"]

@@ -65,6 +65,3 @@ def owners(traffic: Traffic) -> Int32:
         np.minimum.at(least, traffic.parent[nodes], least[nodes])
         np.maximum.at(most, traffic.parent[nodes], most[nodes])
     return np.where(least == most, least, count).astype(np.int32)
-
-
-__all__ = ["Hints", "away_s", "owners"]

@@ -106,6 +106,3 @@ def _seconds(value: float) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.1%}"
-
-
-__all__ = ["render_plan"]

@@ -144,6 +144,3 @@ def _numbers(plan: FleetPlan, hints: Hints | None) -> Fleet:
         longest_first=plan.schedule_policy == "lpm",
         hinted=hints is not None,
     )
-
-
-__all__ = ["Outcome", "run", "simulate"]

@@ -305,6 +305,3 @@ def _stated(question: Question) -> Mapping[str, Any]:
         "max_running": question.max_running,
         **common,
     }
-
-
-__all__ = ["PlanDocument", "PolicyPlan", "Question", "ask", "fewest_replicas"]

@@ -84,6 +84,3 @@ def _refused(plan: PolicyPlan) -> str:
 def _cost(plan: PolicyPlan) -> str:
     cost = plan.shown.cost_per_million_tokens
     return NOTHING if cost is None else f"{cost:.3f}"
-
-
-__all__ = ["describe_replica", "describe_slo", "describe_traffic", "plan_rows", "print_plan"]

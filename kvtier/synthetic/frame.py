@@ -83,6 +83,3 @@ def _cut(tokenizer: Tokenizer, text: str, *marks: str) -> list[str]:
             raise UsageError("--model-path", expected, tokenizer.model_path)
         parts.append(before)
     return [*parts, text]
-
-
-__all__ = ["Frame", "frame_of"]

@@ -67,6 +67,3 @@ class RecallScript:
 
     def judge(self, right: Sequence[int], given: Sequence[int]) -> float:
         return score_answer(right, given)
-
-
-__all__ = ["RecallScript"]

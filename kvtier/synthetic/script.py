@@ -84,6 +84,3 @@ class Script(Protocol):
         """Return the recall: how much of the right answer a generated one has, stop id or not, in
         [0, 1]."""
         ...
-
-
-__all__ = ["Lengths", "Script", "ScriptedSession", "Turn"]

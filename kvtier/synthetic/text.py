@@ -198,6 +198,3 @@ def _in_random_order(rng: np.random.Generator, facts: Sequence[Fact]) -> Iterato
     while True:
         for index in rng.permutation(len(facts)).tolist():
             yield facts[index]
-
-
-__all__ = ["TextScript"]

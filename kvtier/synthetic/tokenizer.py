@@ -101,6 +101,3 @@ class Tokenizer:
         except Exception as error:  # jinja2's, or whatever a template raises by itself
             expected = "a model whose chat template takes these messages"
             raise UsageError("--model-path", expected, f"{self.model_path}: {error}") from error
-
-
-__all__ = ["Tokenizer"]

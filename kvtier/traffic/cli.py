@@ -137,6 +137,3 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in ("session", "again") else "right")
     return table
-
-
-__all__ = ["add_trace_parser", "explain_log"]

@@ -107,6 +107,3 @@ def _resolved(same_block: dict[int, int]) -> dict[int, int]:
             last = same_block[last]
         resolved[first] = last
     return resolved
-
-
-__all__ = ["Continuations", "find_continuations", "sessions_of"]

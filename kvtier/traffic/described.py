@@ -134,6 +134,3 @@ def _assembled(
         stop=with_shared(inputs, described.shared_tokens),
         depth=with_shared(depth + shift, 0),
     )
-
-
-__all__ = ["Description", "make_traffic"]

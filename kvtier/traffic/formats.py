@@ -224,6 +224,3 @@ class _Ids:
     def _next(self) -> int:
         self._fresh += 1
         return self._fresh
-
-
-__all__ = ["MOST_TOKENS", "read_trace"]

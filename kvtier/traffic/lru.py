@@ -90,6 +90,3 @@ def _sum(tree: npt.NDArray[np.int64], at: int) -> int:
         total += int(tree[at])
         at -= at & -at
     return total
-
-
-__all__ = ["hit_rates"]

@@ -149,6 +149,3 @@ def copies(traffic: Traffic, count: int, spread_s: float, seed: int) -> Traffic:
 
 def _int32(values: Sequence[int]) -> Int32:
     return np.array(values, np.int32)
-
-
-__all__ = ["Traffic", "copies", "traffic_of"]

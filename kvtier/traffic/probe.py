@@ -58,6 +58,3 @@ def _new(fresh: Iterator[int], tokens: int) -> list[int]:
 
 def _request(at_s: float, ids: list[int]) -> TraceRequest:
     return TraceRequest(round(at_s, 3), len(ids) * BLOCK_TOKENS, ANSWER_TOKENS, tuple(ids))
-
-
-__all__ = ["probe_trace"]

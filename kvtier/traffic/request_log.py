@@ -125,6 +125,3 @@ def sums_of(requests: Iterable[Logged]) -> tuple[Sum, dict[str | None, Sum]]:
         every.add(request)
         sessions.setdefault(request.session, Sum()).add(request)
     return every, sessions
-
-
-__all__ = ["Logged", "Sum", "read_log", "sums_of"]

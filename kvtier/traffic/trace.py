@@ -106,6 +106,3 @@ class Trace:
                 said["delay"] = round(1000 * one.delay_s)
             lines.append(said)
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-__all__ = ["BLOCK_TOKENS", "Trace", "TraceRequest"]

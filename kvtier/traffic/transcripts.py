@@ -159,6 +159,3 @@ def _transcript(where: str, given: Any) -> Transcript:
     except ValueError as error:
         raise TracesFileError(where, "arguments of a tool in JSON", str(error)) from error
     return Transcript(messages, tools)
-
-
-__all__ = ["ARGUMENT", "Message", "Transcript", "Turn", "read_transcripts", "turns_of", "written"]

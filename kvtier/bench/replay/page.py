@@ -79,6 +79,3 @@ def _by_part(run: ReplayResult, length_s: float, value: Share) -> tuple[float | 
     for record in run.requests:
         parts[min(PARTS - 1, int(PARTS * record.arrival_s / length_s))].append(record)
     return tuple(value(part) if part else None for part in parts)
-
-
-__all__ = ["render_replay"]

@@ -89,7 +89,3 @@ class ReplayDocument(DocumentBase):
 
     workload: Replay
     runs: tuple[ReplayResult, ...]
-
-
-__all__ = ["Percentiles", "ReplayDocument", "ReplayRecord", "ReplayResult",
-           "ReplaySummary"]  # fmt: skip

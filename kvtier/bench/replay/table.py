@@ -66,6 +66,3 @@ def _times(name: str, value: Callable[[ReplayResult], object], form: str) -> lis
         return format(getattr(value(run), percentile), form)
 
     return [(f"{name} {one}, ms", partial(cell, one)) for one in ("p50", "p90", "p99")]
-
-
-__all__ = ["print_replay", "replay_rows"]

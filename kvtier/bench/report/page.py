@@ -9,7 +9,6 @@ from typing import Any
 
 from kvtier import webpage
 from kvtier.bench.report.charts import SERIES_CLASSES
-from kvtier.webpage import table
 
 CSS = """
 figcaption, .tick { color: var(--soft); }
@@ -74,6 +73,3 @@ def tiles(shown: Sequence[tuple[str, str]]) -> str:
 def described(title: str, facts: Mapping[str, Any]) -> str:
     """Facts as indented JSON."""
     return f"<h2>{escape(title)}</h2><pre>{escape(json.dumps(facts, indent=1))}</pre>"
-
-
-__all__ = ["described", "figures", "legend", "notes", "page", "soft", "table", "tiles"]

@@ -32,6 +32,3 @@ def least(tree: Float64) -> int:
     while at < half:
         at = 2 * at if tree[2 * at] <= tree[2 * at + 1] else 2 * at + 1
     return at - half
-
-
-__all__ = ["least", "put"]

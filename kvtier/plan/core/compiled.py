@@ -38,6 +38,3 @@ def _folder() -> Path:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return user_cache_path("kvtier") / "plan" / digest.hexdigest()[:16]
-
-
-__all__ = ["compiled"]

@@ -104,6 +104,3 @@ def count_resident(world: World, traffic: Asked, fleet: Fleet, last: Int32) -> i
         _, cached = walk(world, traffic, fleet, replica, tokens, False, False)
         count += cached * 100 >= RESIDENT_PERCENT * tokens
     return count
-
-
-__all__ = ["DONE", "NEEDS_UNITS", "count_resident", "run"]

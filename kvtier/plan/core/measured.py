@@ -63,6 +63,3 @@ def _is_old(world: World, replica: int, now_s: float) -> bool:
 @compiled
 def _average(old: float, new: float) -> float:
     return new if old == 0 else (1 - WEIGHT) * old + WEIGHT * new
-
-
-__all__ = ["computed", "loaded", "loading_pays", "patience_s"]

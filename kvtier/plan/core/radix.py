@@ -203,6 +203,3 @@ def _cuts(world: World, traffic: Asked, parent: int, position: int, stop: int) -
             count += 1
         child = world.units.sibling[child]
     return np.sort(cuts[:count])
-
-
-__all__ = ["append", "set_path", "usable", "walk"]

@@ -367,12 +367,3 @@ def leave(
         clocks.put(world.waits, session, now_s + traffic.asks.think_s[later])
     if fleet.hinted and not math.isnan(world.away_s[request]):
         world.hints.priority[traffic.asks.session[request]] = -(now_s + world.away_s[request])
-
-
-__all__ = [
-    "enqueue",
-    "finish_decoding",
-    "finish_prefill",
-    "start",
-    "stop_decoding_at",
-]

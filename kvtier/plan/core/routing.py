@@ -71,6 +71,3 @@ def drawn(number: int, stream: int, count: int) -> int:
     mixed ^= mixed >> np.uint64(16)
     # The number is one with a sign, as numba makes floats of the two kinds together.
     return int(np.int64(mixed % np.uint64(count)))
-
-
-__all__ = ["choose", "note_home"]

@@ -283,6 +283,3 @@ def _tournament(values: Float64) -> Float64:
     for at in range(half - 1, 0, -1):
         tree[at] = min(tree[2 * at], tree[2 * at + 1])
     return tree
-
-
-__all__ = ["Asked", "Fleet", "World", "asked", "new_world", "with_hints", "with_more_units"]

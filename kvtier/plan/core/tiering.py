@@ -130,6 +130,3 @@ def restore(world: World, traffic: Asked, fleet: Fleet, unit: int, request: int)
     if reach > world.units.stop[deepest]:
         deepest = append(world, traffic, deepest, reach, reach, reach)
     return deepest
-
-
-__all__ = ["fetch", "held_until", "restore", "spill"]

@@ -124,6 +124,3 @@ def compress(world: World, fleet: Fleet, unit: int) -> int:
     units.slots[unit] -= freed
     world.replicas.used[root] -= freed
     return freed
-
-
-__all__ = ["compress", "end_turn", "publish", "retention_of", "streamed_slots"]

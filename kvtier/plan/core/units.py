@@ -197,17 +197,3 @@ def reserve(world: World, fleet: Fleet, replica: int, slots: int) -> bool:
     replicas.used[replica] += slots
     replicas.peak[replica] = max(replicas.peak[replica], replicas.used[replica])
     return True
-
-
-__all__ = [
-    "attach",
-    "detach",
-    "first_child",
-    "lock_path",
-    "merge_upwards",
-    "new_unit",
-    "put_newest",
-    "reserve",
-    "take_out",
-    "unlock_path",
-]
