@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 
+from kvtier import webpage
 from kvtier.bench.policies import POLICIES
 from kvtier.bench.report import page
 from kvtier.bench.report.charts import Series, Steps, line_chart
@@ -42,7 +43,7 @@ def render_plan(document: PlanDocument) -> str:
         ),
         page.figures(_charts(document)),
         f"<h2>{describe_slo(document)}</h2>",
-        page.table(head, plan_rows(document)),
+        webpage.table(head, plan_rows(document)),
         page.described("What was assumed", facts),
     ]
     return page.page(f"kvtier plan: {traffic}", "kvtier plan", body)

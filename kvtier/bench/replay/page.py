@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvtier import webpage
 from kvtier.bench.replay.measure import meets
 from kvtier.bench.replay.schema import ReplayDocument, ReplayRecord, ReplayResult
 from kvtier.bench.replay.table import replay_rows
@@ -28,7 +29,7 @@ def render_replay(document: ReplayDocument) -> str:
         page.notes(document.notes),
         legend(document.runs),
         page.figures(_charts(document)) if document.runs else "",
-        page.table(head, replay_rows(document)) if document.runs else "",
+        webpage.table(head, replay_rows(document)) if document.runs else "",
         failures(document),
         environment(document),
     ]

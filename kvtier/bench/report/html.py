@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from html import escape
 
+from kvtier import webpage
 from kvtier.bench.policies import POLICIES
 from kvtier.bench.report import page
 from kvtier.bench.report.charts import Series, line_chart
@@ -121,7 +122,7 @@ def _turn_tables(runs: Sequence[RunResult]) -> str:
     parts = []
     for run in runs:
         (_, *heads), rows = turn_rows(run)
-        parts.append(page.table([run.policy, *heads], rows))
+        parts.append(webpage.table([run.policy, *heads], rows))
     return "<h2>Turns</h2>" + "".join(parts)
 
 
@@ -135,7 +136,7 @@ def _comparisons(document: Document) -> str:
     pairs = [pair for pair in (document.ratios, *document.comparisons) if pair is not None]
     if not pairs:
         return ""
-    return "<h2>Ratios (bigger is better)</h2>" + page.table(*ratio_rows(pairs))
+    return "<h2>Ratios (bigger is better)</h2>" + webpage.table(*ratio_rows(pairs))
 
 
 def failures(document: DocumentBase) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from kvtier import webpage
 from kvtier.bench.report import page
 from kvtier.bench.report.charts import Series, Steps, line_chart
 from kvtier_sglang.check.figures import Document, Figures, TurnResult, figures_of
@@ -35,7 +36,7 @@ def render(document: Document) -> str:
         ]),
         _charts(by_turn, groups, Steps("turn", labels)),
         "<h2>Turn by turn</h2>",
-        page.table(
+        webpage.table(
             _HEAD.split("|"),
             [_row(*each) for each in zip(labels, groups, by_turn, strict=True)],
         ),
