@@ -76,14 +76,15 @@ def calibrate(run: ReplayResult, cache: Cache, argument: str = "--calibration") 
         rates=Rates(
             prefill_base_s=prefill[0],
             prefill_request_s=prefill[1],
-            prefill_token_s=prefill[2],
-            prefill_pair_s=prefill[3],
+            prefill_prompt_token_s=prefill[2],
+            prefill_token_s=prefill[3],
+            prefill_pair_s=prefill[4],
             decode_base_s=decode[0],
             decode_request_s=decode[1],
             decode_token_s=decode[2],
-            tier_latency_s=prefill[4],
-            tier_token_s=prefill[5],
-            tier_spill_token_s=prefill[5],
+            tier_latency_s=prefill[5],
+            tier_token_s=prefill[6],
+            tier_spill_token_s=prefill[6],
         ),
         ttft_error=ttft_error,
         tpot_error=tpot_error,
@@ -134,8 +135,9 @@ def groups_alone(records: Sequence[ReplayRecord]) -> list[list[ReplayRecord]]:
 def _prefill_terms(
     group: Sequence[ReplayRecord], chunk_tokens: int, kept_share: float
 ) -> list[float]:
-    """Return the factors of the rates of a group's prefill: passes, requests, new tokens, pairs of
-    tokens and of entries that they attend to, 1 where tokens were restored, and their number."""
+    """Return the factors of the rates of a group's prefill: passes, requests, tokens of their
+    prompts, new tokens, pairs of tokens and of entries that they attend to, 1 where tokens were
+    restored, and their number."""
     new = [record.prompt_tokens - record.cached_tokens for record in group]
     pairs = sum(
         count * (kept_share * record.cached_tokens + count / 2)
@@ -143,7 +145,8 @@ def _prefill_terms(
     )
     restored = sum(record.restored_tokens for record in group)
     passes = math.ceil(sum(new) / chunk_tokens)
-    return [passes, len(group), sum(new), pairs, float(restored > 0), restored]
+    prompts = sum(record.prompt_tokens for record in group)
+    return [passes, len(group), prompts, sum(new), pairs, float(restored > 0), restored]
 
 
 def _new(group: Sequence[ReplayRecord]) -> int:

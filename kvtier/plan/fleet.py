@@ -23,6 +23,8 @@ class Rates:
     """The rates of a replica: the times of its passes and of its tier, in seconds.
 
     A prefill pass: prefill_base_s + prefill_request_s * requests that begin in it
+                    + prefill_prompt_token_s * tokens of their prompts, cached or not, which are
+                      sent, tokenized, matched and read
                     + prefill_token_s * new tokens
                     + prefill_pair_s * (new tokens x entries that each attends to)
     A decode step:  decode_base_s + decode_request_s * requests
@@ -42,6 +44,7 @@ class Rates:
     decode_request_s: float
     decode_token_s: float
     prefill_request_s: float = 0.0
+    prefill_prompt_token_s: float = 0.0
     tier_latency_s: float = 0.0
     tier_token_s: float = 0.0
     tier_shared_token_s: float = 0.0

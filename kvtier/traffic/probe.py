@@ -1,7 +1,8 @@
 """A trace that measures an engine's rates when it is replayed, to calibrate the simulator.
 
     alone     prompts of several lengths, each by itself, nothing of it cached
-    longer    the same prompts and some blocks more, each by itself: a cached prefix
+    longer    the same prompts and some blocks more, each by itself, and then one block more, as an
+              agent's next turn has: a cached prefix, with few new tokens behind it
     together  prompts that arrive at once, so that they decode in one batch
     again     the first prompts, which have been evicted by now where the budget is small: computed
               again, or restored from a tier
@@ -36,10 +37,11 @@ def probe_trace(gap_s: float, token_s: float, repeats: int = 2) -> Trace:
 
     prompts = [_new(fresh, tokens) for _ in range(repeats) for tokens in LENGTHS]
     longer = [[*ids, *_new(fresh, LONGER_BLOCKS * BLOCK_TOKENS)] for ids in prompts]
-    for ids in (*prompts, *longer, *prompts[: len(LENGTHS)]):
+    turns = [turn for ids in longer for turn in (ids, [*ids, *_new(fresh, BLOCK_TOKENS)])]
+    for ids in (*prompts, *turns, *prompts[: len(LENGTHS)]):
         requests.append(_request(at, ids))
         at += after(len(ids) * BLOCK_TOKENS)
-        if ids is longer[-1]:
+        if ids is turns[-1]:
             for batch in _batches(fresh):
                 requests += [_request(at, one) for one in batch]
                 at += after(sum(map(len, batch)) * BLOCK_TOKENS)

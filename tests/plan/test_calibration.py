@@ -16,6 +16,7 @@ from kvtier.traffic.probe import probe_trace
 TRUE = Rates(
     prefill_base_s=0.012,
     prefill_request_s=0.004,
+    prefill_prompt_token_s=3e-6,
     prefill_token_s=9e-5,
     prefill_pair_s=2e-8,
     decode_base_s=0.011,
@@ -70,7 +71,7 @@ def test_the_rates_that_made_the_times_are_found_again(cache: Cache, reading: fl
     found = calibrate(simulated_run(cache), cache)
     for name in (
         *("prefill_base_s", "prefill_request_s", "prefill_token_s", "prefill_pair_s"),
-        "decode_base_s",
+        *("prefill_prompt_token_s", "decode_base_s"),
     ):
         assert getattr(found.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
     assert found.rates.decode_request_s == pytest.approx(TRUE.decode_request_s, rel=0.2)

@@ -166,6 +166,7 @@ def _start_prefill(world: World, traffic: Asked, fleet: Fleet, replica: int, now
             leave(world, traffic, fleet, replica, request, now_s)
         else:
             took_s += fleet.prefill_request_s
+            took_s += fleet.prefill_prompt_token_s * traffic.asks.input_tokens[request]
             took_s += _take_chunk(world, traffic, fleet, replica, request, room)
             room -= requests.chunk[request]
     return took_s

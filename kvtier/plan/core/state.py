@@ -66,6 +66,7 @@ class Fleet(NamedTuple):
     max_running: int
     prefill_base_s: float
     prefill_request_s: float
+    prefill_prompt_token_s: float
     prefill_token_s: float
     prefill_pair_s: float
     decode_base_s: float
