@@ -1,7 +1,7 @@
 """The simulator of `kvtier plan` beside the real engine, over the same requests.
 
     OMP_NUM_THREADS=1 python -m benchmarks.planning.validation --trace conversation_trace.jsonl
-    … --trace claude_code_sessions.jsonl.gz --sessions 8 --speed 40 --kv-budget 80m
+    … --trace claude_code_sessions.jsonl.gz --sessions 8 --speed 60 --kv-budget 120m
 
 It wants two cores: one for the engine, and one for everything beside it, as a GPU's server has.
 
