@@ -28,7 +28,7 @@ POLICIES: Mapping[str, Mapping[str, str]] = {
     # Its exact KV has the names of an engine's that keeps everything, and is shared with it.
     LOCALITY: {},
     QUALITY: {"quality": "0.95", "refresh": "turn", "merge": "keepkv"},
-    NEAR_DATA: {"retention": "0.3", "refresh": "4", "refresh-by": "near-data"},
+    NEAR_DATA: {"retention": "0.3", "refresh": "turn", "refresh-by": "near-data"},
 }
 
 

@@ -111,7 +111,6 @@ class TierReading(Frozen):
     restored_tokens: that came back instead of being computed
     refreshed_turns, refresh_s, refresh_wait_s: turns that chose their entries anew, how long that
                      took inside their prefill, and how long they waited for the exact KV
-    refreshed_again: refreshes while a turn was generated
     refresh_moved_bytes: for all refreshes, from and to the tier
     missed:          refreshes that did not happen because the tier had not answered in time
     spill_s:         how long copying KV out held up the engine
@@ -121,7 +120,6 @@ class TierReading(Frozen):
     stored_bytes: int = 0
     restored_tokens: int = 0
     refreshed_turns: int = 0
-    refreshed_again: int = 0
     refresh_moved_bytes: int = 0
     refresh_s: float = 0.0
     refresh_wait_s: float = 0.0

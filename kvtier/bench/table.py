@@ -85,8 +85,6 @@ def tier_lines(run: EngineRun) -> list[str]:
             f"waiting {tier.refresh_wait_s / turns * 1e3:.1f} ms for the tier"
         )
         parts.append(f"{format_bytes(tier.refresh_moved_bytes)} moved for it")
-    if tier.refreshed_again:
-        parts.append(f"{tier.refreshed_again} refreshes while generating")
     if tier.missed:
         parts.append(f"{tier.missed} refreshes missed")
     return ["tier: " + "; ".join(parts)]

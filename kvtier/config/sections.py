@@ -181,19 +181,10 @@ class RefreshSettings(Section):
 
     main: ClassVar[str | None] = "when"
 
-    when: str = Field(
+    when: Literal["off", "turn"] = Field(
         "off",
-        pattern=r"^(off|turn|[1-9][0-9]*)$",
-        description="off, turn or a number of tokens. turn: when a turn begins, CA heads choose "
-        "again what they keep, with its own questions, from the exact KV in the tier; a number: "
-        "and again after that many generated tokens.",
-    )
-    moved: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Refresh again once attention over what is kept has moved by this much (total "
-        "variation). None: it is not looked at.",
+        description="turn: when a turn begins, CA heads choose again what they keep, with its own "
+        "questions, from the exact KV in the tier.",
     )
     by: Literal["fetch", "near-data"] = Field(
         "fetch",
@@ -202,24 +193,9 @@ class RefreshSettings(Section):
     )
     queries: int = Field(32, ge=1, description="Newest queries that choose what a refresh keeps.")
 
-    @model_validator(mode="after")
-    def _moved_is_used(self) -> Self:
-        if self.moved is not None and not self.is_on:
-            raise refusal("moved", "a refresh beside it, such as turn", self.moved)
-        return self
-
     @property
     def is_on(self) -> bool:
         return self.when != "off"
-
-    @property
-    def every_tokens(self) -> int | None:
-        """The number of generated tokens between refreshes; None where there are none."""
-        return int(self.when) if self.when.isdigit() else None
-
-    @property
-    def while_generating(self) -> bool:
-        return self.every_tokens is not None or self.moved is not None
 
 
 class MergeSettings(Section):

@@ -230,7 +230,7 @@ class Settings(BaseModel):
                 "kept_dtype": None,
                 "budget": BudgetSettings(),
                 "tier": self.tier.model_copy(update={"address": None}),
-                "refresh": self.refresh.model_copy(update={"when": "off", "moved": None}),
+                "refresh": self.refresh.model_copy(update={"when": "off"}),
                 "merge": self.merge.model_copy(update={"form": "off"}),
             }
         )

@@ -26,7 +26,7 @@ These two only look:
 
 Beside them: compat.py and requests.py (what is refused), request_options.py (what a request may ask
 for), hooks.py, occupancy.py and metrics.py (what only observes), ranks.py and waits.py (what ranks
-decide together, and wait for), streams.py (work beside the engine's own streams), serve.py (the
+decide together, and wait for), streams.py (copies beside the engine's own streams), serve.py (the
 command), platform.py (stock SGLang on any CPU). docs/architecture.md follows one turn through all
 of this.
 """

@@ -187,20 +187,17 @@ def check_documents(settings: Settings, shape: ModelShape, server_args: Any) -> 
 def _check_combinations(server_args: Any, settings: Settings) -> None:
     """Raise IncompatibleFlagError for flags of SGLang's and settings of kvtier's that do not go
     together, whatever the model."""
-    has_gpu, again = torch.cuda.is_available(), settings.refresh.while_generating
-    remembers = "--refresh N or --refresh-moved"
+    has_gpu = torch.cuda.is_available()
     # SGLang's CPU graphs, which it records with it, ask backends for calls of their own.
     compiles = bool(getattr(server_args, "enable_torch_compile", False)) and not has_gpu
     expected = "no torch.compile together with kvtier on a CPU"
     _refuse_if(compiles, "--enable-torch-compile", expected, True)
     # The requests of a mixed batch that decode would be taken for requests that prefill.
     mixed = bool(getattr(server_args, "enable_mixed_chunk", False))
-    for other, is_asked in ((remembers, again), ("--memory", settings.memory is not None)):
-        expected = f"no mixed chunks together with kvtier and {other}"
-        _refuse_if(mixed and is_asked, "--enable-mixed-chunk", expected, True)
+    expected = "no mixed chunks together with kvtier and --memory"
+    _refuse_if(mixed and settings.memory is not None, "--enable-mixed-chunk", expected, True)
     ranks = getattr(server_args, "tp_size", None) or 1
     for other, is_asked in (
-        (remembers, again),
         ("--refresh-by near-data", settings.refresh.by == "near-data"),
         ("--enable-dp-attention", bool(getattr(server_args, "enable_dp_attention", False))),
     ):
@@ -209,12 +206,9 @@ def _check_combinations(server_args: Any, settings: Settings) -> None:
     drafts = getattr(server_args, "speculative_algorithm", None)
     is_cpu = getattr(server_args, "device", None) == "cpu" or not has_gpu
     is_older = sglang_version() < FIRST_VERSION
-    for other, is_asked in (
-        ("on a CPU together with kvtier and an SGLang before 0.5.23", is_older and is_cpu),
-        (f"together with kvtier and {remembers}", again),
-    ):
-        is_asked = is_asked and drafts is not None
-        _refuse_if(is_asked, "--speculative-algorithm", f"none {other}", drafts)
+    expected = "none on a CPU together with kvtier and an SGLang before 0.5.23"
+    is_asked = is_older and is_cpu and drafts is not None
+    _refuse_if(is_asked, "--speculative-algorithm", expected, drafts)
     cache = getattr(server_args, "radix_cache_backend", None)
     for other, is_asked in (
         ("--speculative-algorithm", bool(drafts)),
@@ -336,6 +330,4 @@ def _graph_obstacle(settings: Settings, server_args: Any) -> str | None:
         return f"together with --kernels {settings.kernels}, which plans on the host"
     if getattr(server_args, "speculative_algorithm", None) is not None:
         return "together with --speculative-algorithm, whose drafts are verified without them"
-    if settings.refresh.while_generating:
-        return "together with --refresh N and --refresh-moved, which look at each token's queries"
     return None

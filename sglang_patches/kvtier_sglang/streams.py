@@ -1,4 +1,4 @@
-"""Work on the device beside the engine's own streams, in order with them.
+"""Copies beside the engine's own streams, in order with them.
 
     scheduler's stream   gather ... what comes next, which may overwrite what was gathered
     a stream of ours             copy into pinned memory    copy ...
@@ -10,8 +10,7 @@ On a CPU there is one order of things, and nothing to copy.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -65,41 +64,6 @@ class SideCopies:
         current.wait_stream(self._in)
         there.record_stream(current)
         return there
-
-
-class Background:
-    """Work that another thread computes on the device: after all that the thread which made this
-    had queued by then, and complete when the block is left.
-
-        background = Background(device)          in the one thread
-        with background.work(): ...              in the other
-        background.hand_over(results)            in the first one again
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = _new_stream(device)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
-
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """A block of such work."""
-        if self._stream is None:
-            yield
-            return
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            self._stream.synchronize()
-
-    def hand_over(self, results: Iterable[torch.Tensor | None]) -> None:
-        """Their memory must outlive what the caller's stream does with them."""
-        if self._stream is None:
-            return
-        for one in results:
-            if one is not None and one.is_cuda:
-                one.record_stream(torch.cuda.current_stream(one.device))
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:

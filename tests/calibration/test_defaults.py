@@ -86,7 +86,6 @@ def test_heads_of_a_calibrated_model_compete_for_a_quarter(model, worth_file):
         {"budget_tokens": 64},
         {"memory": "memories"},
         {"kernels": "triton"},
-        {**TIER, "refresh": "64"},
         {**TIER, "refresh": "turn", "merge": "keepkv"},
     ],
 )

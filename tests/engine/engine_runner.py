@@ -12,7 +12,6 @@ prompt, its answer, and the tail. Instead of requests a round may be one of thes
     {"flush": true}
     {"settle": true}: nothing is on its way to the tier any more
     {"memories": [from, to]}: a directory is moved, and the folder of prefix memories read again
-    {"until": counter, "request": {...}}: it is asked until the tier's counter is more than 0
 out: per round and request the answer, and the final state; of data parallel replicas the first
 one's, and all of them.
 """
@@ -52,9 +51,6 @@ async def run_rounds(
                 await _load(engine, requests["weights"])
             elif "memories" in requests:
                 finished.append([await _reload(engine, *requests["memories"])])
-                continue
-            elif "until" in requests:
-                finished.append([await _ask_until(engine, requests, finished)])
                 continue
             elif "settle" in requests:
                 await settled_states(engine)
@@ -109,21 +105,6 @@ async def _ask(engine: Any, prompt: list[int], request: dict[str, Any]) -> dict[
         if lengths[-1] >= request.get("abort_after", math.inf):
             engine.tokenizer_manager.abort_request(rid=meta["id"])
     return part | {"parts": lengths, "meta_info": meta}
-
-
-async def _ask_until(
-    engine: Any, wanted: dict[str, Any], finished: list[list[dict[str, Any]]]
-) -> dict[str, Any]:
-    """The last answer."""
-    prompt = _prompt(wanted["request"], finished)
-
-    async def answered() -> dict[str, Any] | None:
-        answer = await _ask(engine, prompt, wanted["request"])
-        (state,) = await engine.tokenizer_manager.get_internal_state()
-        told = state["kvtier"]["tier"].get(wanted["until"], 0)
-        return _result(prompt, answer) if told else None
-
-    return await wait_for_async(answered)
 
 
 async def _load(engine: Any, model_path: str) -> None:
@@ -186,29 +167,6 @@ async def settled_states(engine: Any) -> list[dict[str, Any]]:
         return [] if any(tier["pending"] and tier["healthy"] for tier in tiers) else states
 
     return await wait_for_async(settled)
-
-
-def await_choices() -> None:
-    """Have entries that are chosen again while a turn is generated be there with the next pass."""
-    from waiting import wait_for
-
-    from kvtier_sglang.refresh.prefetch import RefreshPrefetch
-
-    chosen_ahead = RefreshPrefetch.chosen_ahead
-
-    def chosen(prefetch: RefreshPrefetch, refreshing: Any) -> Any:
-        def now() -> Any:
-            found = chosen_ahead(prefetch, refreshing)
-            return found if found[0] else None
-
-        return wait_for(now)
-
-    RefreshPrefetch.chosen_ahead = chosen
-
-
-# The scheduler imports this, too.
-if "CHOICES_ARE_AWAITED" in os.environ:
-    await_choices()
 
 
 def use(environment: dict[str, str]) -> None:

@@ -64,7 +64,6 @@ INCOMPATIBLE = {
 # The words of an error; SGLang's arguments; settings.
 TOGETHER = [
     *(("--" + name.replace("_", "-"), {name: value}, {}) for name, value in INCOMPATIBLE.items()),
-    ("--tp-size: .*--refresh N", {"tp_size": 2}, {**TIERED, "refresh": "8"}),
     (
         "--tp-size: .*--refresh-by near-data",
         {"tp_size": 2},
@@ -76,7 +75,6 @@ TOGETHER = [
     ("--tp-size: .*retention", {"tp_size": 8}, {"retention": 0.3}),
     ("--kept-dtype: .*heads that do not compete", {}, {"kept_dtype": "int4"}),
     ("--kept-dtype: .*fp8", {"kv_cache_dtype": "fp8_e4m3"}, {"kept_dtype": "int4"}),
-    ("--enable-mixed-chunk", {"enable_mixed_chunk": True}, {**TIERED, "refresh": "8"}),
     ("--enable-mixed-chunk", {"enable_mixed_chunk": True}, {"memory": "folder"}),
     ("--enable-torch-compile", {"enable_torch_compile": True, "device": "cpu"}, {}),
 ]
@@ -130,8 +128,6 @@ REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
         ({"kernels": "triton"}, True),
         (REFRESHED, True),
         ({"kernels": "reference"}, False),
-        ({**REFRESHED, "refresh": "8"}, False),
-        ({**REFRESHED, "refresh_moved": 0.1}, False),
     ],
 )
 def test_cuda_graphs_that_cannot_be_recorded_are_off_and_refused_by_name(

@@ -263,21 +263,14 @@ class MiniScheduler:
     def _refresh(self, request: Request, tokens: int, decoding: bool) -> None:
         """Do what the attention backend does about a refresh in a pass."""
         refresh = self.tree.refresh
-        if refresh is None:
+        if refresh is None or decoding:
             return
         table, index = self.rows.req_to_token, request.kv.req_pool_idx
-        queries = [self._queries(request, tokens, layer) for layer in range(SHAPE.num_layers)]
-        if not decoding:
-            refresh.refresher.begin_pass(
-                [request.rid], [index], [request.filled], (0, tokens), table
-            )
-            for layer, q in enumerate(queries):
-                refresh.layer(layer, q, QUERY_SCALE)
-            refresh.refresher.end_pass()
-        elif refresh.trigger is not None:
-            refresh.trigger.begin_pass([request.rid], [index], table)
-            for layer, q in enumerate(queries):
-                refresh.trigger.record(layer, q)
+        refresh.refresher.begin_pass([request.rid], [index], [request.filled], (0, tokens), table)
+        for layer in range(SHAPE.num_layers):
+            q = self._queries(request, tokens, layer)
+            refresh.refresher.layer(layer, q, QUERY_SCALE)
+        refresh.refresher.end_pass()
 
     def _queries(self, request: Request, tokens: int, layer: int) -> torch.Tensor:
         """[tokens, KV heads, group, dim], the same for all that are as far in the same turn."""

@@ -93,9 +93,6 @@ class KvtierAttnBackend(AttentionBackend):
                 )
             self.forward_metadata = planner.extend(forward_batch, requests)
         else:
-            if refresh is not None and refresh.trigger is not None:
-                requests = forward_batch.req_pool_indices.tolist()
-                refresh.trigger.begin_pass(forward_batch.rids, requests, self.req_to_token)
             self.forward_metadata = planner.decode(forward_batch)
 
     # CUDA graphs of decoding call these instead: the second part is recorded.
@@ -181,13 +178,11 @@ class KvtierAttnBackend(AttentionBackend):
         """A layer that attends to everything, in stored units."""
         refresh, lists = self.refresh(), self.planner.lists
         if not batch.q_indptr:
-            if refresh is not None and refresh.trigger is not None:
-                refresh.trigger.record(index, q)
             assert batch.lists is not None, "a decoding pass without a plan"
             return lists.decode(q, batch.lists, index, scale)
         if refresh is not None:
             # Requests that begin a turn in this pass choose this layer's entries anew.
-            refresh.layer(index, q, scale)
+            refresh.refresher.layer(index, q, scale)
             if index == self.pool.layer_num - 1:
                 refresh.refresher.end_pass()
         kv = RaggedKV(*self.pool.kv[index])
@@ -239,8 +234,8 @@ class KvtierAttnBackend(AttentionBackend):
         """A layer's new tokens for a cache of another dtype (kvtier_kernels.fp8).
 
         They are attended to as they will be stored, so what a context says does not depend on where
-        its chunks and turns ended. The scale of keys goes into the queries: then plans, and queries
-        that a refresh remembers, are alike in all layers.
+        its chunks and turns ended. The scale of keys goes into the queries: then plans are
+        alike in all layers.
         """
         scales, dtype = self.pool.scales.of(index), self.pool.dtype
         if scales.k != 1.0:

@@ -4,22 +4,16 @@
                   it waits in the queue until that is there, or computing would have been faster
     pop_result    it will be admitted: what arrived, for its refresh
 
-Later, while it generates, `choose_ahead` has all its layers' entries chosen in the background.
-
-Scheduler thread only; the tier is asked in the link's, and what is chosen ahead in one more, so
-that no request that waits for KV waits for that.
+Scheduler thread only; the tier is asked in the link's.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import cache
 
-from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import PrunedRange, RefreshRule
 from kvtier.tier.blobs.names import ContextNames, SpanName
 from kvtier.tier.client import TierClient
@@ -28,24 +22,8 @@ from kvtier.tier.link.queues import Fetch
 from kvtier.tier.near_data.messages import Context
 from kvtier.tier.near_data.session import NearData
 from kvtier.tier.prefetch import Layouts, fetch_spans
-from kvtier.tier.transport.connection import Deadline
-from kvtier_sglang.refresh.sources import Choose, FetchedSource, NearSource, RefreshSource
-from kvtier_sglang.refresh.state import (
-    Ahead,
-    Choices,
-    CompactedContext,
-    Refreshing,
-    RefreshState,
-    RefreshWait,
-)
-from kvtier_sglang.streams import Background
-
-# The longest that all layers of a context are waited for where they are chosen in the background.
-LONGEST_CHOICE_S = 10.0
-# Contexts chosen ahead at a time: each takes host memory and the link's time from those who wait.
-AHEAD_AT_A_TIME = 2
-
-logger = logging.getLogger(__name__)
+from kvtier_sglang.refresh.sources import FetchedSource, NearSource, RefreshSource
+from kvtier_sglang.refresh.state import CompactedContext, RefreshState, RefreshWait
 
 
 class RefreshPrefetch:
@@ -69,8 +47,6 @@ class RefreshPrefetch:
         self.rule, self.near_data = rule, near_data
         self.counters: Counter[str] = Counter()
         self.wait_s = 0.0
-        self._ahead: set[Ahead] = set()
-        self._chooser = ThreadPoolExecutor(1, thread_name_prefix="kvtier-refresh")
 
     def ask(self, state: RefreshState, context: CompactedContext, patience_s: float) -> None:
         """Ask for what a refresh of the context needs. patience_s: how long computing it takes."""
@@ -124,59 +100,3 @@ class RefreshPrefetch:
         else:
             self.wait_s += time.monotonic() - wait.asked_s
         return source
-
-    @property
-    def can_choose_ahead(self) -> bool:
-        return len(self._ahead) < AHEAD_AT_A_TIME
-
-    def choose_ahead(
-        self, refreshing: Refreshing, windows: Mapping[int, QueryWindow], choose: Choose
-    ) -> None:
-        """Have the entries of all layers chosen in the background. windows: by layer, not empty."""
-        device = next(iter(windows.values())).q.device
-        fetch = self._fetch(refreshing.context)
-        refreshing.ahead = Ahead(self._ahead, fetch, windows, choose, Background(device))
-        self._ahead.add(refreshing.ahead)
-
-    def chosen_ahead(self, refreshing: Refreshing) -> tuple[bool, Choices | None]:
-        """Return whether the work of `choose_ahead` is over, and what came of it, once."""
-        ahead = refreshing.ahead
-        assert ahead is not None, "nothing is chosen ahead"
-        if not ahead.fetch.done:
-            return False, None
-        if ahead.fetch.result is not None and ahead.choosing is None:
-            source = ahead.fetch.result
-            ahead.choosing = self._chooser.submit(_choose, source, ahead)
-            return False, None
-        if ahead.choosing is not None and not ahead.choosing.done():
-            return False, None
-        refreshing.ahead = None
-        self._ahead.discard(ahead)
-        choices = None if ahead.choosing is None else ahead.choosing.result()
-        if choices is None:
-            self.counters["refresh_missed"] += 1
-            return True, None
-        for chosen in choices.layers.values():
-            for one in chosen:
-                ahead.background.hand_over((one.k, one.v, one.log_votes))
-        return True, choices
-
-
-def _choose(source: RefreshSource, ahead: Ahead) -> Choices | None:
-    """Runs in the chooser's thread."""
-    layers = {}
-    deadline = Deadline(LONGEST_CHOICE_S)
-    try:
-        with ahead.background.work():
-            for layer, window in ahead.windows.items():
-                chosen = ahead.choose(source, layer, window, deadline)
-                if chosen is None:
-                    return None
-                layers[layer] = chosen
-        return Choices(layers, source.moved_bytes)
-    except Exception:
-        # A bug of ours here must not end the scheduler: the request goes on without.
-        logger.exception("a refresh failed unexpectedly")
-        return None
-    finally:
-        source.release()

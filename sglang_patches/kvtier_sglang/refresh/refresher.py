@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,7 +34,7 @@ from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
 from kvtier.tier.transport.connection import Deadline
 from kvtier_kernels import HeadMap
-from kvtier_kernels.fp8 import put, take
+from kvtier_kernels.fp8 import put
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, slots_as_entries
 from kvtier_sglang.refresh.sources import Choose, FetchedSource, RefreshSource
 from kvtier_sglang.refresh.state import Contexts, Refreshing
@@ -113,17 +113,16 @@ class Refresher(ABC):
                 state.end_refresh()
                 continue
             part = slice(q_indptr[index], q_indptr[index + 1])
-            if refreshing.source is not None:
-                if not self._begin(refreshing, rows[request]):
-                    state.end_refresh()
-                    continue
-                self.counters["refreshed_turns"] += 1
+            if not self._begin(refreshing, rows[request]):
+                state.end_refresh()
+                continue
+            self.counters["refreshed_turns"] += 1
             self._active.append(Active(rid, refreshing, part))
 
     @property
     def refreshed_in_pass(self) -> list[str]:
         """The requests whose entries the pass under way chooses again."""
-        return [one.rid for one in self._active if one.refreshing.source is not None]
+        return [one.rid for one in self._active]
 
     def _begin(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
         """Give a request entries of its own; False where there is no room for them."""
@@ -176,60 +175,33 @@ class Refresher(ABC):
         if self.packed.log_votes is not None:
             self.packed.let_vote(own)
 
-    def layer(
-        self, index: int, q: torch.Tensor, scale: float
-    ) -> list[tuple[Refreshing, QueryWindow]]:
-        """Refresh the pool's `index`-th layer of the requests of this pass. Returns the refresh of
-        each with the queries that it is for, now or later.
+    def layer(self, index: int, q: torch.Tensor, scale: float) -> None:
+        """Refresh the pool's `index`-th layer of the requests of this pass.
 
         q: `[tokens, KV heads, group, dim]`, all heads, rotated.
         """
         heads = self.heads[index]
         if not (heads.heads and self._active):
-            return []
-        windows = []
+            return
         began = time.monotonic()
         newest = self.rule.keepkv.window_queries
         for active in self._active:
             window = QueryWindow(heads.select(q[active.rows][-newest:]), scale)
-            refreshing = active.refreshing
-            windows.append((refreshing, window))
-            if refreshing.source is None:
-                continue
-            if not self._refresh(index, refreshing, refreshing.source, window):
+            if not self._refresh(index, active.refreshing, window):
                 # The layer goes on with copies of the tree's entries.
                 self.counters["unrefreshed_layers"] += 1
         self.refresh_s += time.monotonic() - began
-        return windows
 
     @abstractmethod
-    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
-        """Return the function that chooses a request's entries of a layer again, in whatever
-        thread. row: the request's, where it has no entries of its own yet."""
+    def chooser(self, refreshing: Refreshing) -> Choose:
+        """Return the function that chooses a request's entries of a layer again."""
 
-    def _refresh(
-        self, index: int, refreshing: Refreshing, source: RefreshSource, window: QueryWindow
-    ) -> bool:
+    def _refresh(self, index: int, refreshing: Refreshing, window: QueryWindow) -> bool:
         """Choose a request's entries of one layer again; False where the source has failed."""
-        chosen = self.chooser(refreshing)(source, index, window, self._deadline)
+        chosen = self.chooser(refreshing)(refreshing.source, index, window, self._deadline)
         if chosen is None:
             return False
         self._write(index, refreshing, chosen)
-        return True
-
-    def write_all(
-        self,
-        refreshing: Refreshing,
-        row: torch.Tensor,
-        layers: Mapping[int, Sequence[Chosen]],
-    ) -> bool:
-        """Write what was chosen of every range, by layer, between two passes; whether that went."""
-        if not refreshing.slots and not self._begin(refreshing, row):
-            return False
-        began = time.monotonic()
-        for index, chosen in layers.items():
-            self._write(index, refreshing, chosen)
-        self.refresh_s += time.monotonic() - began
         return True
 
     def _write(self, index: int, refreshing: Refreshing, chosen: Sequence[Chosen]) -> None:
@@ -250,29 +222,12 @@ class Refresher(ABC):
         heads = self.pool.head_num
         return [span.of_column(index * heads + head) for head in self.heads[index].heads]
 
-    def attention(
-        self, index: int, slots: Sequence[torch.Tensor], window: QueryWindow
-    ) -> torch.Tensor:
-        """Return the attention of queries to a request's own entries of one layer: float32, of all
-        entries of a head after the other, which add up to 1 for each head."""
-        packed, found = self.packed, []
-        by_head = zip(*(self._own(index, one) for one in slots), strict=True)
-        for head, parts in enumerate(by_head):
-            own = torch.cat(parts)
-            keys = take(packed.cells.k, 0, own).float()
-            logits = window.q[:, head].float() @ keys.T * window.scale
-            if packed.log_votes is not None:
-                logits += packed.log_votes[own].T
-            found.append(logits.softmax(-1).mean(dim=(0, 1)))
-        return torch.cat(found)
-
     def end_pass(self) -> None:
         """The pass is over: what was refreshed needs its source no more."""
         for active in self._active:
             source = active.refreshing.source
-            if source is not None:
-                self.counters["refresh_moved_bytes"] += source.moved_bytes
-                source.release()
+            self.counters["refresh_moved_bytes"] += source.moved_bytes
+            source.release()
         self._active = []
 
 
@@ -292,11 +247,8 @@ class AdaptiveRefresher(Refresher):
         super().__init__(rule, contexts, [heads] * pool.layer_num)
         self._score = score
 
-    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
-        if row is None:
-            spans = [self.packed.in_row(slots)[0] for slots in refreshing.slots]
-        else:
-            spans = [self._shared(pruned, row) for pruned in refreshing.ranges]
+    def chooser(self, refreshing: Refreshing) -> Choose:
+        spans = [self.packed.in_row(slots)[0] for slots in refreshing.slots]
         heads = self.pool.head_num
 
         def choose(
@@ -342,7 +294,7 @@ class AdaptiveRefresher(Refresher):
 class ProfileRefresher(Refresher):
     """A refresher by a head profile. heads: its anchored heads of each layer."""
 
-    def chooser(self, refreshing: Refreshing, row: torch.Tensor | None = None) -> Choose:
+    def chooser(self, refreshing: Refreshing) -> Choose:
         def choose(
             source: RefreshSource, index: int, window: QueryWindow, deadline: Deadline
         ) -> list[Chosen] | None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kvtier.retention.keepkv import QueryWindow
-from kvtier.retention.refreshing import Chosen, PrunedRange
+from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames, SpanName, spans_of_ranges
-from kvtier.tier.link.queues import Fetch
 from kvtier_sglang.pool.allocator import BundleAllocator
-from kvtier_sglang.refresh.sources import Choose, RefreshSource
-from kvtier_sglang.streams import Background
+from kvtier_sglang.refresh.sources import RefreshSource
 from kvtier_sglang.waits import Wait
 
 
@@ -58,34 +53,6 @@ class RefreshWait(Wait[RefreshSource]):
         result.release()
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Entries chosen in the background. layers: of each pruned range, by the pool's layer."""
-
-    layers: dict[int, list[Chosen]]
-    moved_bytes: int
-
-
-@dataclass(eq=False)
-class Ahead:
-    """Entries being chosen in the background: first the source comes, then they are chosen. among:
-    all that are under way."""
-
-    among: set[Ahead]
-    fetch: Fetch[RefreshSource | None]
-    windows: Mapping[int, QueryWindow]
-    choose: Choose
-    background: Background
-    choosing: Future[Choices | None] | None = None
-
-    def cancel(self) -> None:
-        """Let go of entries that are not wanted any more."""
-        self.among.discard(self)
-        # The chooser itself releases the source that it has begun with.
-        if self.choosing is None or self.choosing.cancel():
-            self.fetch.cancel(_release)
-
-
 class Contexts(Protocol):
     """The cache that keeps the contexts, as far as a refresh asks it."""
 
@@ -112,40 +79,23 @@ class Refreshing:
     """One request's refresh, from where the request can be admitted on.
 
     contexts:      the cache that the context is in.
-    source:        None where the tier had nothing in time; it may have when it is asked again.
     prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
     slots:         its own, of each pruned range, once it has begun.
-
-    The rest is for entries that are chosen again while it generates (trigger.py):
-
-    windows: newest queries by layer, `[1 or more, CA heads, group, dim]` each, newest last.
-    scale:   of these queries.
-    looked:  what its layers looked at when its entries were chosen, `[heads, entries]`.
-    since:   tokens generated since then.
-    ahead:   the entries that are being chosen; None: none are.
     """
 
     contexts: Contexts
     context: CompactedContext
-    source: RefreshSource | None
+    source: RefreshSource
     prompt_tokens: int
     slots: list[torch.Tensor] = field(default_factory=list)
-    windows: dict[int, deque[torch.Tensor]] = field(default_factory=dict)
-    scale: float = 1.0
-    looked: dict[int, torch.Tensor] = field(default_factory=dict)
-    since: int = 0
-    ahead: Ahead | None = None
 
     @property
     def ranges(self) -> list[PrunedRange]:
         return self.context.ranges
 
     def end(self) -> None:
-        """Give back what it holds: its source, its own slots, and what is chosen ahead."""
-        if self.ahead is not None:
-            self.ahead.cancel()
-        if self.source is not None:
-            self.source.release()
+        """Give back what it holds: its source, and its own slots."""
+        self.source.release()
         for slots in self.slots:
             self.contexts.allocator.free(slots)
             self.contexts.hold_private(-slots.numel())
@@ -173,8 +123,3 @@ class RefreshState:
         refreshing, self.refreshing = self.refreshing, None
         if refreshing is not None:
             refreshing.end()
-
-
-def _release(source: RefreshSource | None) -> None:
-    if source is not None:
-        source.release()

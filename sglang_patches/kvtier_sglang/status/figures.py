@@ -25,7 +25,7 @@ _TIER_EVENTS = (
     *("get_bugs", "put_bugs", "gets_refused", "refused_while_open"),
 )
 _REFRESH_EVENTS = (
-    *("refreshed_turns", "refreshed_again", "refresh_missed", "refresh_outdated"),
+    *("refreshed_turns", "refresh_missed", "refresh_outdated"),
     *("refresh_no_room", "unrefreshed_layers"),
 )
 

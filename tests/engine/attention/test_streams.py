@@ -1,13 +1,9 @@
-"""Copies and background work are in order with the stream of the caller that asked. On a GPU the
-streams are kept busy, so that what does not wait reads what was there before; on a CPU there is one
-order of things."""
+"""Copies are in order with the stream of the caller that asked. On a GPU the streams are kept busy,
+so that what does not wait reads what was there before; on a CPU there is one order of things."""
 
-import threading
-
-import pytest
 import torch
 
-from kvtier_sglang.streams import Background, SideCopies
+from kvtier_sglang.streams import SideCopies
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BYTES = 8 << 20
@@ -47,24 +43,3 @@ def test_what_is_copied_in_is_there_for_the_callers_stream():
         total += there.sum(dtype=torch.int64)
         del there
     assert int(total) == NUM_BYTES * sum(range(1, 7))
-
-
-def test_background_work_sees_what_was_queued_before_it_and_is_complete():
-    x = torch.zeros(NUM_BYTES, device=DEVICE)
-    keep_busy()
-    x += 1
-    background = Background(DEVICE)
-    results: list[torch.Tensor] = []
-
-    def work() -> None:
-        with background.work():
-            keep_busy()
-            results.append(x * 2)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    background.hand_over([*results, None])
-    assert bool((results[0] == 2).all())
-    with pytest.raises(ZeroDivisionError), Background(DEVICE).work():
-        1 / 0  # noqa: B018

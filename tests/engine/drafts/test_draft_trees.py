@@ -12,17 +12,13 @@ from hypothesis import strategies as st
 from test_plugin import TIERED, server_args
 
 from kvtier.config import load_settings
-from kvtier.errors import IncompatibleFlagError
 from kvtier_sglang import compat, cpu_drafts
 from kvtier_sglang.attention.drafts import tree_masks
 
 
-def test_what_does_not_go_together_with_drafts_is_refused():
+def test_drafts_go_together_with_refreshes_that_merge():
     arguments = server_args(speculative_algorithm="NGRAM")
     compat.check_server_args(arguments, load_settings(**TIERED, refresh="turn", merge="keepkv"))
-    expected = "^--speculative-algorithm: expected none together with kvtier and --refresh N"
-    with pytest.raises(IncompatibleFlagError, match=expected):
-        compat.check_server_args(arguments, load_settings(**TIERED, refresh="8"))
 
 
 @st.composite

@@ -186,18 +186,3 @@ def test_what_heads_competed_for_comes_back_to_an_emptied_server_and_is_refreshe
         assert "unrefreshed_layers" not in found
     assert back["state"]["tier"]["restored_requests"] == 1
     assert said_in(back, 1) == said_in(stayed, 1)
-
-
-def test_heads_that_compete_choose_again_while_a_turn_is_generated(tmp_path):
-    """The turn is asked again until what is chosen in the background has come before the end of an
-    answer. Which tokens read it first, and what they say: tier/test_refreshed_answers.py."""
-    first, second, *_ = prompts(1, 1500)[0]
-    asked = {"input_ids": second, "max_new_tokens": 80, "continues": [0, 0]}
-    rounds = [[{"input_ids": first, "max_new_tokens": 2}], [asked]]
-    rounds.append({"until": "refreshed_again", "request": asked})
-    env = {**COMPETING_RULE, **competing(tmp_path), "KVTIER_RETENTION": "0.3"}
-    env |= {"KVTIER_REFRESH": "4", "KVTIER_MERGE": "keepkv"}
-    with live_tier(tmp_path, "--memory", "512m") as tier:
-        out = run_engine(tmp_path, ENGINE, rounds, env | {"KVTIER_TIER": tier.address})
-    assert out["state"]["integrity"] == []
-    assert out["state"]["tier"]["refreshed_again"] > 0

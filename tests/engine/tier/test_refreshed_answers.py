@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ from kvtier.retention.scorers import Span, TokenScorer, select
 from kvtier.retention.scorers.reconstruction import Reconstruction
 from kvtier.retention.scorers.simple import DistinctKeys
 from kvtier.retention.shares import FixedShare, Turn
-from kvtier_sglang.refresh.prefetch import AHEAD_AT_A_TIME
 
 pytestmark = pytest.mark.engine
 
@@ -150,31 +149,20 @@ class ByProfile(Competing):
         return found
 
 
-class Again(NamedTuple):
-    """The times when entries are chosen again while a turn is generated: `first` passes after it
-    began, and `every` so many after those that were chosen so are there. They are with the next
-    pass."""
-
-    first: int
-    every: int
-
-
 class RefreshedSession(ReferenceSession):
     """A session in which a turn reads entries that were chosen again for it, from the pass over its
     prompt on."""
 
-    def __init__(self, model: Any, policy: Competing, again: Again | None) -> None:
+    def __init__(self, model: Any, policy: Competing) -> None:
         super().__init__(model, full_profile(shape_of(model)), LOCALITY, ONE_PASS)
-        self.policy, self.when, self.due_in = policy, again, 0
+        self.policy = policy
         self.past: list[Past] = []
         self.fresh: dict[int, tuple[Tensor, Tensor]] = {}
         self.again: dict[int, list[list[Entries] | None]] = {}
-        self.newest: dict[int, Tensor] = {}
-        self.awaited: dict[int, list[list[Entries] | None]] = {}
-        self.times_again = 0
 
-    def _choose(self, layer: int, scale: float) -> list[list[Entries] | None]:
-        window = QueryWindow(self.newest[layer], scale)
+    def _choose(self, layer: int, q: Tensor, scale: float) -> list[list[Entries] | None]:
+        """q: of the prompt, `[tokens, heads, group, dim]`."""
+        window = QueryWindow(q[-self.policy.rule.keepkv.window_queries :], scale)
         return [
             None if past.kept is None else self.policy.again(self.model, past, layer, window)
             for past in self.past
@@ -194,14 +182,8 @@ class RefreshedSession(ReferenceSession):
 
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].unflatten(0, (k.shape[1], -1))
-        if layer == 0 and self.again:
-            self._watch(scale)
-        own = grouped.permute(2, 0, 1, 3)
-        asked = torch.cat([self.newest.get(layer, own[:0]), own])
-        self.newest[layer] = asked[-self.policy.rule.keepkv.window_queries :]
         if layer not in self.again:
-            self.again[layer] = self._choose(layer, scale)
-            self.due_in = self.when.first if self.when else 0
+            self.again[layer] = self._choose(layer, grouped.permute(2, 0, 1, 3), scale)
         new = (k[0], v[0])
         if layer in self.fresh:
             held = self.fresh[layer]
@@ -226,7 +208,7 @@ class RefreshedSession(ReferenceSession):
         if keep < span.num_tokens:
             past.kept = self.policy.keep(self.model, past)
         self.past.append(past)
-        self.fresh, self.again, self.newest, self.awaited = {}, {}, {}, {}
+        self.fresh, self.again = {}, {}
 
 
 def attended(q: Tensor, lists: list[Entries], scale: float) -> Tensor:
@@ -248,28 +230,20 @@ def prompts() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "merge", "by", "when"),
+    ("kind", "merge", "by"),
     [
-        ("profile", "off", "fetch", "turn"),
-        ("competing", "off", "fetch", "moved"),
-        ("competing", "keepkv", "fetch", "5"),
-        ("profile", "keepkv", "near-data", "5"),
+        ("profile", "off", "fetch"),
+        ("competing", "off", "fetch"),
+        ("competing", "keepkv", "fetch"),
+        ("profile", "keepkv", "near-data"),
     ],
 )
 def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
-    tmp_path, kind, merge, by, when
+    tmp_path, kind, merge, by
 ):
-    """All sessions' turns at a time, each over what its own queries chose when it began, and again
-    while it is generated. What is chosen in the background is awaited, so that it is known which
-    token reads it first."""
-    env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": when, "KVTIER_MERGE": merge}
-    env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600", "CHOICES_ARE_AWAITED": "1"}
-    again = Again(int(when), int(when)) if when.isdigit() else None
-    if when == "moved":
-        # Attention has always moved by that much: looked at first with the 8th token and then with
-        # each 8th, and after a refresh with the next 8th.
-        env |= {"KVTIER_REFRESH": "turn", "KVTIER_REFRESH_MOVED": "1e-9"}
-        again = Again(16, 8)
+    """All sessions' turns at a time, each over what its own queries chose when it began."""
+    env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn", "KVTIER_MERGE": merge}
+    env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600"}
     rule = RefreshRule(KeepKV(), merges=merge != "off")
     if kind == "competing":
         del env["KVTIER_HEAD_PROFILE"]
@@ -277,13 +251,10 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
         policy = Competing(Reconstruction.of(demo_worth()), rule)
     else:
         policy = ByProfile(load_profile(DEMO_MODEL / "head_profile.json"), rule)
-    # No more are chosen for in the background at a time.
-    sessions, tokens = (prompts()[:AHEAD_AT_A_TIME], 30) if again else (prompts(), 12)
-    expected, times_again = [], 0
+    sessions, tokens, expected = prompts(), 12, []
     for turns in sessions:
-        session = RefreshedSession(demo_model(), policy, again)
+        session = RefreshedSession(demo_model(), policy)
         expected.append([session.turn(prompt, tokens).token_ids for prompt in turns])
-        times_again += session.times_again
     rounds = side_by_side(sessions, tokens)
     with live_tier(tmp_path, "--memory", "512m") as tier:
         env["KVTIER_TIER"] = tier.address
@@ -291,6 +262,5 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
         out = run_never_missing(tmp_path, rounds, env, engine)
     found = out["state"]["tier"]
     assert found["refreshed_turns"] == len(sessions) * (len(rounds) - 1)
-    assert found.get("refreshed_again", 0) == times_again
     assert "unrefreshed_layers" not in found
     assert said_in(out, len(sessions)) == expected

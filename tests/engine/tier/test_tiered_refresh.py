@@ -12,8 +12,6 @@ from tree_requests import Request, context
 from waiting import SAFETY_S
 
 from kvtier.config.sections import RefreshSettings
-from kvtier.retention.keepkv import KeepKV
-from kvtier.retention.refreshing import RefreshRule
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.landing import Landing
@@ -91,49 +89,15 @@ def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
     assert some_bytes < all_bytes / 4
 
 
-def generated(s: MiniScheduler, request: Request, count: int) -> list[int]:
-    """Return after which tokens the request's entries were others than before. What is chosen in
-    the background is waited for."""
-    changed = []
-    for number in range(count):
-        before = packed_keys(s, row_of(s, request))
-        assert s.decode(request, number)
-        assert s.tree.tier.link.flush(SAFETY_S)
-        for state in s.tree.requests.values():
-            ahead = state.refreshing.ahead
-            if ahead is not None and ahead.choosing is not None:
-                ahead.choosing.result(SAFETY_S)
-        if not packed_keys(s, row_of(s, request)[:-1]).equal(before):
-            changed.append(number)
-        s.check()
-    return changed
-
-
-@pytest.mark.parametrize(("moved", "again"), [(0.01, 1), (0.99, 0)])
-def test_only_attention_that_has_moved_on_chooses_again(connect, moved, again):
-    refresh = RefreshRule(KeepKV(pool_width=1, window_queries=2), merges=False)
-    refreshes = RefreshSettings(when="turn", moved=moved)
-    s = behind_a_turn(connect, 0.3, refresh=refresh, refreshes=refreshes)
+def test_a_turn_whose_kv_does_not_come_back_goes_on_with_the_trees_entries(connect, monkeypatch):
+    s = behind_a_turn(connect)
+    monkeypatch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
     request = s.admit(NEXT)
     assert s.extend(request, 100)
-    # The trigger looks with the 8th token for the first time, and with the 16th.
-    generated(s, request, 19)
-    assert s.tree.refresh.refresher.counters["refreshed_again"] == again
-    release(s, request)
-
-
-def test_a_turn_that_began_without_the_tier_is_refreshed_when_it_is_back(connect, monkeypatch):
-    """Entries are asked for with the 2nd token, have come and are chosen from with the 3rd, and are
-    written with the 4th."""
-    s = behind_a_turn(connect, 0.3, refreshes=RefreshSettings(when="2"))
-    with monkeypatch.context() as patch:
-        patch.setattr(TierClient, "get", lambda *args: [Landing.MISSING] * len(args[1]))
-        request = s.admit(NEXT)
-    assert s.extend(request, 100)
-    assert s.tree.refresh.refresher.counters["refreshed_turns"] == 0
+    report = s.tree.report()["tier"]
+    assert report["refresh_missed"] == 1
+    assert "refreshed_turns" not in report
     assert s.tree.private_slots == 0
-    assert generated(s, request, 4) == [3]
-    assert s.tree.private_slots > 0
     release(s, request)
 
 

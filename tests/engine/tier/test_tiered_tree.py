@@ -158,7 +158,7 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             adaptive=bits is not None,
             bits=bits,
             refreshes=RefreshSettings(
-                when="2" if seed % 4 == 3 else "turn",
+                when="turn",
                 by="near-data" if seed > 5 and bits is None else "fetch",
             ),
         )
