@@ -203,7 +203,7 @@ def tier_process(folder: Path, memory: str, disk: str) -> tuple[Served, str]:
     command = [
         sys.executable, "-m", "kvtier_tierd", "--listen", f"unix:{path}",
         "--store", "memory+disk", "--memory", memory, "--disk-path", str(folder / "disk" / "store"),
-        "--disk", disk, "--refresh-workers", "1",
+        "--disk", disk,
     ]  # fmt: skip
     return Served("tier", command, folder, partial(answers_socket, path)), f"unix:{path}"
 

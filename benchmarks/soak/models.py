@@ -23,12 +23,12 @@ ADAPTER_RANK = 4
 SPAN_TOKENS = 128
 # The rule of an engine that keeps everything, and those of the one that does not, in turn.
 EVERYTHING = "everything"
-LOCALITY, QUALITY, NEAR_DATA = "locality heads", "quality target", "near-data refresh"
+LOCALITY, QUALITY, SHARE = "locality heads", "quality target", "fixed share"
 POLICIES: Mapping[str, Mapping[str, str]] = {
     # Its exact KV has the names of an engine's that keeps everything, and is shared with it.
     LOCALITY: {},
     QUALITY: {"quality": "0.95", "refresh": "turn", "merge": "keepkv"},
-    NEAR_DATA: {"retention": "0.3", "refresh": "turn", "refresh-by": "near-data"},
+    SHARE: {"retention": "0.3", "refresh": "turn"},
 }
 
 

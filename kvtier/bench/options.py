@@ -34,7 +34,7 @@ SCRIPTS = ("auto", "recall", "text")
 # The settings of a server that are flags of the bench, too.
 SETTING_FLAGS = (
     *("head_profile", "quality", "curve", "retention", "scorer", "scorer_file", "head_budgets"),
-    *("kept_dtype", "refresh", "refresh_by", "merge"),
+    *("kept_dtype", "refresh", "merge"),
 )
 
 _EPILOG = """\

@@ -89,8 +89,6 @@ def local_tier(environment: Mapping[str, str], log: Path) -> Iterator[dict[str, 
         # A socket, because a port would be open to every user of the machine.
         address = f"unix:{folder}/tier.sock"
         command = [sys.executable, "-m", "kvtier_tierd", "--listen", address]
-        if environment.get("KVTIER_REFRESH_BY") == "near-data":
-            command += ["--refresh-workers", "1"]
         with running(command, stdout=subprocess.PIPE, stderr=stream) as process:
             assert process.stdout is not None
             with process.stdout as lines:

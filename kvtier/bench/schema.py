@@ -111,7 +111,7 @@ class TierReading(Frozen):
     restored_tokens: that came back instead of being computed
     refreshed_turns, refresh_s, refresh_wait_s: turns that chose their entries anew, how long that
                      took inside their prefill, and how long they waited for the exact KV
-    refresh_moved_bytes: for all refreshes, from and to the tier
+    refresh_moved_bytes: for all refreshes, from the tier
     missed:          refreshes that did not happen because the tier had not answered in time
     spill_s:         how long copying KV out held up the engine
     """

@@ -176,8 +176,7 @@ class CalibrationSettings(Section):
 
 
 class RefreshSettings(Section):
-    """The time and the way that CA heads choose again what they keep, from the exact KV in the
-    tier."""
+    """The time at which CA heads choose again what they keep, from the exact KV in the tier."""
 
     main: ClassVar[str | None] = "when"
 
@@ -185,11 +184,6 @@ class RefreshSettings(Section):
         "off",
         description="turn: when a turn begins, CA heads choose again what they keep, with its own "
         "questions, from the exact KV in the tier.",
-    )
-    by: Literal["fetch", "near-data"] = Field(
-        "fetch",
-        description="fetch: the exact KV comes back and is chosen from here. near-data: the tier "
-        "chooses where it can, and only what is kept comes.",
     )
     queries: int = Field(32, ge=1, description="Newest queries that choose what a refresh keeps.")
 
@@ -250,8 +244,7 @@ class TierSettings(Section):
         le=3600,
         description="Longest that a request waits for KV from the tier, which is then asked "
         "whatever was measured. None: as long as computing the KV would take, 30 s at the most; "
-        "and where loading was slower of late, it is not asked. A pass waits so long, or 2 s, for "
-        "entries that the tier chooses.",
+        "and where loading was slower of late, it is not asked.",
     )
     span_tokens: int = Field(
         256,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -146,18 +145,10 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _adaptive_budgets_have_nothing_beside_them(self) -> Self:
-        if self.competes:
-            for name, expected, value in self._excludes_adaptive_budgets():
-                raise refusal(name, f"{expected} beside head_budgets = adaptive", value)
+        if self.competes and self.head_profile is not None:
+            expected = "none beside head_budgets = adaptive"
+            raise refusal("head_profile", expected, self.head_profile)
         return self
-
-    def _excludes_adaptive_budgets(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield what heads that compete cannot go with: a setting, what it would have to be, and
-        what it is."""
-        if self.head_profile is not None:
-            yield "head_profile", "none", self.head_profile
-        if self.refresh.is_on and self.refresh.by != "fetch":
-            yield "refresh.by", "fetch", self.refresh.by
 
     @model_validator(mode="after")
     def _a_refresh_has_what_it_needs(self) -> Self:
@@ -203,9 +194,7 @@ class Settings(BaseModel):
     @property
     def heads_may_compete(self) -> bool:
         """Return whether no setting excludes adaptive budgets."""
-        return self.head_budgets in (None, "adaptive") and not any(
-            self._excludes_adaptive_budgets()
-        )
+        return self.head_budgets in (None, "adaptive") and self.head_profile is None
 
     @property
     def competes(self) -> bool:

@@ -1,12 +1,9 @@
 """One layer's refresh: from exact KV and a turn's own queries to the entries that CA heads keep.
 
-Pure and the same wherever it runs (kvtier.tier.near_data.exact_kv): in the engine over KV that
-came back (`fetch`), or in the tier over KV that never left it (`near-data`).
-
-    exact KV       [ span ][ span ][ span ][ span ]        every token, every KV head
-    pruned ranges      |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
-    entries             e  e   e      e  e    (+ 1)        per range and CA head; with merging one
-                                                           more, for what is like none of them
+exact KV       [ span ][ span ][ span ][ span ]        every token, every KV head
+pruned ranges      |~~~~~~~~|    |~~~~~|               tokens of which `kept` shall stay
+entries             e  e   e      e  e    (+ 1)        per range and CA head; with merging one
+                                                       more, for what is like none of them
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvtier.errors import UsageError
 from kvtier.retention.keepkv import KeepKV, QueryWindow
 
 # Share of a head's entries that a turn's own queries choose where heads compete. By trials on texts
@@ -35,11 +31,8 @@ class PrunedRange:
     kept: int
 
     def __post_init__(self) -> None:
-        """Raises UsageError for one that keeps nothing or all."""
-        if not 0 <= self.begin < self.end:
-            raise UsageError("range", "0 <= begin < end", (self.begin, self.end))
-        if not 0 < self.kept <= self.end - self.begin:
-            raise UsageError("kept", f"1 … {self.end - self.begin}", self.kept)
+        assert 0 <= self.begin < self.end, "an empty range"
+        assert 0 < self.kept <= self.end - self.begin, "a range that keeps nothing, or too much"
 
 
 class Chosen(NamedTuple):
@@ -65,10 +58,6 @@ class RefreshRule:
 
     keepkv: KeepKV
     merges: bool
-
-    def entries(self, pruned: PrunedRange) -> int:
-        """Return the number of entries that there will be of a pruned range."""
-        return pruned.kept + self.merges
 
     def choose(self, k: torch.Tensor, v: torch.Tensor, count: int, window: QueryWindow) -> Chosen:
         """Keep `count` of k, v `[heads, tokens, dim]`; the others are in the compensation entry,

@@ -1,6 +1,6 @@
 """Exact KV outside of the engine: what it is called, how it gets there and back, how it is checked.
 
-    prefetch, near_data      what the engine asks for: a prompt's KV, or a refresh's choice of it
+        prefetch             what the engine asks for: a prompt's KV
             ↓
           link               calls in the background that never fail and never wait long
             ↓
@@ -11,6 +11,6 @@
       wire, blobs            what both ends agree on: messages and their framing; names, payloads
                              and records of turns
 
-Each imports what is below it; the service (kvtier_tierd) imports `wire`, `blobs`, the messages of
-`near_data`, and how certificates are renewed.
+Each imports what is below it; the service (kvtier_tierd) imports `wire`, `blobs`, and how
+certificates are renewed.
 """

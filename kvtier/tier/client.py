@@ -10,7 +10,7 @@ it names, and checks them there.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvtier.errors import TierProtocolError, TierRefusedError
@@ -83,8 +83,6 @@ class TierClient:
         self._shared: SharedMemory | None = None
         self._mapping = threading.Lock()
         self._chunk_bytes = CHUNK_BYTES
-        # This is true where the service refreshes near its data, as of the last `connect`.
-        self.refreshes = False
         self._shared_gets = SharedGets(self._connection)
 
     def __enter__(self) -> TierClient:
@@ -124,7 +122,6 @@ class TierClient:
                 f"tier {self.address} knows this client as {info.namespace!r}, not as "
                 f"{self.namespace!r}"
             )
-        self.refreshes = info.refreshes
         self._chunk_bytes = min(max(info.chunk_bytes, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         self._map(info)
         return info
@@ -192,10 +189,6 @@ class TierClient:
         response: pb.DeleteResponse = self._call(self._stub.Delete, pb.DeleteRequest(keys=keys))
         return response.deleted
 
-    def refresh(self, requests: Iterator[pb.RefreshRequest], longest_s: float) -> Any:
-        """A call of the Refresh RPC, for kvtier.tier.near_data: iterable, and has `cancel`."""
-        return self._call(self._stub.Refresh, requests, Deadline(longest_s))
-
     def stats(self) -> pb.StatsResponse:
         response: pb.StatsResponse = self._call(self._stub.Stats, pb.StatsRequest())
         return response
@@ -210,8 +203,8 @@ class TierClient:
     def _stub(self) -> tier_pb2_grpc.TierServiceStub:
         return self._connection.stub
 
-    def _call(self, method: Any, request: Any, deadline: Deadline | None = None) -> Any:
-        return self._connection.call(method, request, deadline or self.deadline())
+    def _call(self, method: Any, request: Any) -> Any:
+        return self._connection.call(method, request, self.deadline())
 
 
 __all__ = [

@@ -50,8 +50,8 @@ SHARED_TOKEN_BYTES = 16
 
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 64 << 20
-# The most bytes of one layer's newest queries, which travel in one message.
-MAX_QUERIES_BYTES = 4 << 20
+# The most bytes of a message without a payload: one that names many blobs.
+MAX_NAMES_BYTES = 4 << 20
 # The most bytes around the payload of a message: header, layout and framing.
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 

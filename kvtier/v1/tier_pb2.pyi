@@ -15,9 +15,9 @@ Status codes: RESOURCE_EXHAUSTED no room, quota or in-flight limit, or a blob or
 larger than allowed; PERMISSION_DENIED unknown or foreign namespace; INVALID_ARGUMENT malformed
 request; FAILED_PRECONDITION another protocol version, or a lease that is over; UNAVAILABLE the
 store's medium fails, the service is draining, the client has mapped another service's memory, or
-a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers are not
-read, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
-blob that is not held is no error.
+a stream stalled: a Put whose messages do not come, or a Get whose answers are not read, for
+longer than the service waits; DATA_LOSS what was sent does not match its header. A blob that is
+not held is no error.
 """
 
 from collections import abc as _abc
@@ -43,25 +43,21 @@ class Layout(_message.Message):
 
     KV_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
-    ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kv(self) -> Global___KvLayout: ...
     @_builtins.property
     def record(self) -> Global___RecordLayout: ...
-    @_builtins.property
-    def entries(self) -> Global___EntriesLayout: ...
     def __init__(
         self,
         *,
         kv: Global___KvLayout | None = ...,
         record: Global___RecordLayout | None = ...,
-        entries: Global___EntriesLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "kind", b"kind", "kv", b"kv", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "kv", b"kv", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "kind", b"kind", "kv", b"kv", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "kv", b"kv", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["kv", "record", "entries"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["kv", "record"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -126,46 +122,6 @@ class RecordLayout(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordLayout: _TypeAlias = RecordLayout  # noqa: Y015
-
-@_typing.final
-class EntriesLayout(_message.Message):
-    """What the CA heads of one layer keep of some pruned ranges. For each, with its number of entries n:
-      log-votes [num_heads, group, n] float32, where `voted`; then of `dtype`
-      k, v      [2 (k, v), num_heads, n, head_dim]
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DTYPE_FIELD_NUMBER: _builtins.int
-    NUM_ENTRIES_FIELD_NUMBER: _builtins.int
-    NUM_HEADS_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    HEAD_DIM_FIELD_NUMBER: _builtins.int
-    VOTED_FIELD_NUMBER: _builtins.int
-    dtype: _builtins.str
-    num_heads: _builtins.int
-    group: _builtins.int
-    head_dim: _builtins.int
-    voted: _builtins.bool
-    @_builtins.property
-    def num_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        dtype: _builtins.str = ...,
-        num_entries: _abc.Iterable[_builtins.int] | None = ...,
-        num_heads: _builtins.int = ...,
-        group: _builtins.int = ...,
-        head_dim: _builtins.int = ...,
-        voted: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "head_dim", b"head_dim", "num_entries", b"num_entries", "num_heads", b"num_heads", "voted", b"voted"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EntriesLayout: _TypeAlias = EntriesLayout  # noqa: Y015
 
 @_typing.final
 class BlobHeader(_message.Message):
@@ -233,7 +189,6 @@ class GetServerInfoResponse(_message.Message):
     SHARED_PATH_FIELD_NUMBER: _builtins.int
     SHARED_BYTES_FIELD_NUMBER: _builtins.int
     SHARED_TOKEN_FIELD_NUMBER: _builtins.int
-    REFRESHES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     server_version: _builtins.str
     store: _builtins.str
@@ -246,8 +201,6 @@ class GetServerInfoResponse(_message.Message):
     shared_bytes: _builtins.int
     shared_token: _builtins.bytes
     """Random; the shared file begins with it, so a client knows that it mapped this server's."""
-    refreshes: _builtins.bool
-    """Whether Refresh works here."""
     def __init__(
         self,
         *,
@@ -261,11 +214,10 @@ class GetServerInfoResponse(_message.Message):
         shared_path: _builtins.str = ...,
         shared_bytes: _builtins.int = ...,
         shared_token: _builtins.bytes = ...,
-        refreshes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_bytes", b"chunk_bytes", "max_blob_bytes", b"max_blob_bytes", "namespace", b"namespace", "protocol_version", b"protocol_version", "refreshes", b"refreshes", "server_version", b"server_version", "shared_bytes", b"shared_bytes", "shared_path", b"shared_path", "shared_token", b"shared_token", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunk_bytes", b"chunk_bytes", "max_blob_bytes", b"max_blob_bytes", "namespace", b"namespace", "protocol_version", b"protocol_version", "server_version", b"server_version", "shared_bytes", b"shared_bytes", "shared_path", b"shared_path", "shared_token", b"shared_token", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,241 +615,6 @@ class DeleteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
-
-@_typing.final
-class RefreshContext(_message.Message):
-    """One context per call."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SPANS_FIELD_NUMBER: _builtins.int
-    RANGES_FIELD_NUMBER: _builtins.int
-    RULE_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContextSpan]: ...
-    @_builtins.property
-    def ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrunedRange]: ...
-    @_builtins.property
-    def rule(self) -> Global___RefreshRule: ...
-    def __init__(
-        self,
-        *,
-        spans: _abc.Iterable[Global___ContextSpan] | None = ...,
-        ranges: _abc.Iterable[Global___PrunedRange] | None = ...,
-        rule: Global___RefreshRule | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges", "rule", b"rule", "spans", b"spans"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RefreshContext: _TypeAlias = RefreshContext  # noqa: Y015
-
-@_typing.final
-class ContextSpan(_message.Message):
-    """The blob that holds the exact KV of tokens [begin, stop)."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    BEGIN_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    key: _builtins.bytes
-    begin: _builtins.int
-    stop: _builtins.int
-    def __init__(
-        self,
-        *,
-        key: _builtins.bytes = ...,
-        begin: _builtins.int = ...,
-        stop: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "key", b"key", "stop", b"stop"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ContextSpan: _TypeAlias = ContextSpan  # noqa: Y015
-
-@_typing.final
-class PrunedRange(_message.Message):
-    """Tokens [begin, end) of which `kept` entries shall stay."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BEGIN_FIELD_NUMBER: _builtins.int
-    END_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
-    begin: _builtins.int
-    end: _builtins.int
-    kept: _builtins.int
-    def __init__(
-        self,
-        *,
-        begin: _builtins.int = ...,
-        end: _builtins.int = ...,
-        kept: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "kept", b"kept"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PrunedRange: _TypeAlias = PrunedRange  # noqa: Y015
-
-@_typing.final
-class RefreshRule(_message.Message):
-    """kvtier.retention.keepkv.KeepKV; `merges`: what is not kept is merged, or dropped."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FLOOR_FIELD_NUMBER: _builtins.int
-    WINDOW_QUERIES_FIELD_NUMBER: _builtins.int
-    ALPHA_FIELD_NUMBER: _builtins.int
-    POOL_WIDTH_FIELD_NUMBER: _builtins.int
-    MERGES_FIELD_NUMBER: _builtins.int
-    floor: _builtins.float
-    window_queries: _builtins.int
-    alpha: _builtins.float
-    pool_width: _builtins.int
-    merges: _builtins.bool
-    def __init__(
-        self,
-        *,
-        floor: _builtins.float = ...,
-        window_queries: _builtins.int = ...,
-        alpha: _builtins.float = ...,
-        pool_width: _builtins.int = ...,
-        merges: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "floor", b"floor", "merges", b"merges", "pool_width", b"pool_width", "window_queries", b"window_queries"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RefreshRule: _TypeAlias = RefreshRule  # noqa: Y015
-
-@_typing.final
-class RefreshQueries(_message.Message):
-    """The newest queries of a layer's CA heads: [window, heads, group, head_dim] of `dtype`, rotated."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    LAYER_FIELD_NUMBER: _builtins.int
-    HEADS_FIELD_NUMBER: _builtins.int
-    GROUP_FIELD_NUMBER: _builtins.int
-    SCALE_FIELD_NUMBER: _builtins.int
-    DTYPE_FIELD_NUMBER: _builtins.int
-    QUERIES_FIELD_NUMBER: _builtins.int
-    key: _builtins.bytes
-    """32 bytes that the checksum of the answer is over: never the same twice."""
-    layer: _builtins.int
-    group: _builtins.int
-    scale: _builtins.float
-    dtype: _builtins.str
-    queries: _builtins.bytes
-    @_builtins.property
-    def heads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        key: _builtins.bytes = ...,
-        layer: _builtins.int = ...,
-        heads: _abc.Iterable[_builtins.int] | None = ...,
-        group: _builtins.int = ...,
-        scale: _builtins.float = ...,
-        dtype: _builtins.str = ...,
-        queries: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "group", b"group", "heads", b"heads", "key", b"key", "layer", b"layer", "queries", b"queries", "scale", b"scale"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RefreshQueries: _TypeAlias = RefreshQueries  # noqa: Y015
-
-@_typing.final
-class RefreshRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CONTEXT_FIELD_NUMBER: _builtins.int
-    QUERIES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def context(self) -> Global___RefreshContext: ...
-    @_builtins.property
-    def queries(self) -> Global___RefreshQueries: ...
-    def __init__(
-        self,
-        *,
-        context: Global___RefreshContext | None = ...,
-        queries: Global___RefreshQueries | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part", "queries", b"queries"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "part", b"part", "queries", b"queries"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["context", "queries"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
-
-Global___RefreshRequest: _TypeAlias = RefreshRequest  # noqa: Y015
-
-@_typing.final
-class RefreshResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: _builtins.int
-    CHUNK_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
-    chunk: _builtins.bytes
-    @_builtins.property
-    def header(self) -> Global___BlobHeader: ...
-    @_builtins.property
-    def ready(self) -> Global___RefreshReady: ...
-    def __init__(
-        self,
-        *,
-        header: Global___BlobHeader | None = ...,
-        chunk: _builtins.bytes = ...,
-        ready: Global___RefreshReady | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part", "ready", b"ready"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "header", b"header", "part", b"part", "ready", b"ready"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "chunk", "ready"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
-
-Global___RefreshResponse: _TypeAlias = RefreshResponse  # noqa: Y015
-
-@_typing.final
-class RefreshReady(_message.Message):
-    """Keys of spans that are not held or did not verify; where there are any, the call is over."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MISSING_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        missing: _abc.Iterable[_builtins.bytes] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["missing", b"missing"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RefreshReady: _TypeAlias = RefreshReady  # noqa: Y015
 
 @_typing.final
 class QuarantineRequest(_message.Message):

@@ -79,11 +79,6 @@ class TierServiceStub:
                 request_serializer=kvtier_dot_v1_dot_tier__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=kvtier_dot_v1_dot_tier__pb2.DeleteResponse.FromString,
                 _registered_method=True)
-        self.Refresh = channel.stream_stream(
-                '/kvtier.v1.TierService/Refresh',
-                request_serializer=kvtier_dot_v1_dot_tier__pb2.RefreshRequest.SerializeToString,
-                response_deserializer=kvtier_dot_v1_dot_tier__pb2.RefreshResponse.FromString,
-                _registered_method=True)
         self.Quarantine = channel.unary_unary(
                 '/kvtier.v1.TierService/Quarantine',
                 request_serializer=kvtier_dot_v1_dot_tier__pb2.QuarantineRequest.SerializeToString,
@@ -163,15 +158,6 @@ class TierServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Refresh(self, request_iterator, context):
-        """Refresh near the data: from exact KV that stays here and the reader's queries, what its CA heads
-        shall keep, so that only that moves. A context first, which is answered once its spans are at
-        hand; then queries of a layer at a time, each answered by a header and the entries in chunks.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Quarantine(self, request, context):
         """Report blobs that did not verify: the service checks its own copy and takes it out of service
         if that is where the damage is.
@@ -234,11 +220,6 @@ def add_TierServiceServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=kvtier_dot_v1_dot_tier__pb2.DeleteRequest.FromString,
                     response_serializer=kvtier_dot_v1_dot_tier__pb2.DeleteResponse.SerializeToString,
-            ),
-            'Refresh': grpc.stream_stream_rpc_method_handler(
-                    servicer.Refresh,
-                    request_deserializer=kvtier_dot_v1_dot_tier__pb2.RefreshRequest.FromString,
-                    response_serializer=kvtier_dot_v1_dot_tier__pb2.RefreshResponse.SerializeToString,
             ),
             'Quarantine': grpc.unary_unary_rpc_method_handler(
                     servicer.Quarantine,
@@ -494,33 +475,6 @@ class TierService:
             '/kvtier.v1.TierService/Delete',
             kvtier_dot_v1_dot_tier__pb2.DeleteRequest.SerializeToString,
             kvtier_dot_v1_dot_tier__pb2.DeleteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Refresh(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/kvtier.v1.TierService/Refresh',
-            kvtier_dot_v1_dot_tier__pb2.RefreshRequest.SerializeToString,
-            kvtier_dot_v1_dot_tier__pb2.RefreshResponse.FromString,
             options,
             channel_credentials,
             insecure,

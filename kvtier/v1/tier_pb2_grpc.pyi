@@ -15,9 +15,9 @@ Status codes: RESOURCE_EXHAUSTED no room, quota or in-flight limit, or a blob or
 larger than allowed; PERMISSION_DENIED unknown or foreign namespace; INVALID_ARGUMENT malformed
 request; FAILED_PRECONDITION another protocol version, or a lease that is over; UNAVAILABLE the
 store's medium fails, the service is draining, the client has mapped another service's memory, or
-a stream stalled: a Put whose messages do not come, or a Get or Refresh whose answers are not
-read, for longer than the service waits; DATA_LOSS what was sent does not match its header. A
-blob that is not held is no error.
+a stream stalled: a Put whose messages do not come, or a Get whose answers are not read, for
+longer than the service waits; DATA_LOSS what was sent does not match its header. A blob that is
+not held is no error.
 """
 
 from collections import abc as _abc
@@ -68,11 +68,6 @@ class TierServiceStub:
     """Same host: give leases back, of Reserve and of Acquire."""
     Delete: _grpc.UnaryUnaryMultiCallable[_tier_pb2.DeleteRequest, _tier_pb2.DeleteResponse]
     """Forget blobs."""
-    Refresh: _grpc.StreamStreamMultiCallable[_tier_pb2.RefreshRequest, _tier_pb2.RefreshResponse]
-    """Refresh near the data: from exact KV that stays here and the reader's queries, what its CA heads
-    shall keep, so that only that moves. A context first, which is answered once its spans are at
-    hand; then queries of a layer at a time, each answered by a header and the entries in chunks.
-    """
     Quarantine: _grpc.UnaryUnaryMultiCallable[_tier_pb2.QuarantineRequest, _tier_pb2.QuarantineResponse]
     """Report blobs that did not verify: the service checks its own copy and takes it out of service
     if that is where the damage is.
@@ -103,11 +98,6 @@ class TierServiceAsyncStub(TierServiceStub):
     """Same host: give leases back, of Reserve and of Acquire."""
     Delete: _aio.UnaryUnaryMultiCallable[_tier_pb2.DeleteRequest, _tier_pb2.DeleteResponse]  # type: ignore[assignment]
     """Forget blobs."""
-    Refresh: _aio.StreamStreamMultiCallable[_tier_pb2.RefreshRequest, _tier_pb2.RefreshResponse]  # type: ignore[assignment]
-    """Refresh near the data: from exact KV that stays here and the reader's queries, what its CA heads
-    shall keep, so that only that moves. A context first, which is answered once its spans are at
-    hand; then queries of a layer at a time, each answered by a header and the entries in chunks.
-    """
     Quarantine: _aio.UnaryUnaryMultiCallable[_tier_pb2.QuarantineRequest, _tier_pb2.QuarantineResponse]  # type: ignore[assignment]
     """Report blobs that did not verify: the service checks its own copy and takes it out of service
     if that is where the damage is.
@@ -189,17 +179,6 @@ class TierServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tier_pb2.DeleteResponse, _abc.Awaitable[_tier_pb2.DeleteResponse]]:
         """Forget blobs."""
-
-    @_abc_1.abstractmethod
-    def Refresh(
-        self,
-        request_iterator: _MaybeAsyncIterator[_tier_pb2.RefreshRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_tier_pb2.RefreshResponse], _abc.AsyncIterator[_tier_pb2.RefreshResponse]]:
-        """Refresh near the data: from exact KV that stays here and the reader's queries, what its CA heads
-        shall keep, so that only that moves. A context first, which is answered once its spans are at
-        hand; then queries of a layer at a time, each answered by a header and the entries in chunks.
-        """
 
     @_abc_1.abstractmethod
     def Quarantine(

@@ -95,7 +95,6 @@ def parse(argv: Sequence[str] | None) -> TierOptions:
         insecure_local=given.insecure_local,
         insecure=given.insecure,
         max_blob_bytes=parse_size(given.max_blob, "--max-blob"),
-        refresh_workers=given.refresh_workers,
         metrics_port=given.metrics_port,
         metrics_host=given.metrics_host,
         transfer_bytes=parse_size(given.transfer_memory, "--transfer-memory"),
@@ -155,8 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--insecure", action="store_true", help="plaintext for every client that reaches --listen")
     add("--max-blob", default="1g", metavar="BYTES", help="larger blobs are refused (%(default)s)")
-    add("--refresh-workers", type=int, default=0, metavar="THREADS",
-        help="that refresh contexts near their data, which takes torch (%(default)s)")  # fmt: skip
     add("--metrics-port", type=int, help="Prometheus /metrics, and /livez and /readyz; 0: any port")
     add("--metrics-host", default=defaults.metrics_host, help="where they listen (%(default)s)")
     add(

@@ -44,7 +44,6 @@ class TierOptions:
     insecure: bool = False
     chunk_bytes: int = 1 * MIB
     max_blob_bytes: int = 1 * GIB
-    refresh_workers: int = 0
     metrics_port: int | None = None
     metrics_host: str = METRICS_HOST
     transfer_bytes: int = 2 * GIB
@@ -59,8 +58,6 @@ class TierOptions:
             if getattr(self, name) < 1:
                 flag = "--" + name.removesuffix("_bytes").replace("_", "-")
                 raise UsageError(flag, "at least 1", getattr(self, name))
-        if not 0 <= self.refresh_workers <= 1024:
-            raise UsageError("--refresh-workers", "0 … 1024", self.refresh_workers)
         if self.metrics_port is not None and not 0 <= self.metrics_port < 1 << 16:
             raise UsageError("--metrics-port", "0 … 65535", self.metrics_port)
         if not self.metrics_host:

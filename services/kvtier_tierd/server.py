@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvtier.errors import TierUnavailableError
 from kvtier.tier.wire import (
-    MAX_QUERIES_BYTES,
+    MAX_NAMES_BYTES,
     MESSAGE_OVERHEAD_BYTES,
     SERVICE_NAME,
     framed_handlers,
@@ -77,7 +77,6 @@ class TierServer:
     async def _start(self) -> None:
         # First, because a probe shall hear that the store is still being recovered.
         self._serve_web()
-        await self.service.refreshes.start()
         await self.store.start()
         tier_pb2_grpc.add_TierServiceServicer_to_server(self.service, self._server)
         self._server.add_registered_method_handlers(SERVICE_NAME, framed_handlers(self.service))
@@ -160,7 +159,6 @@ class TierServer:
                 await self._background
         if self.web is not None:
             await asyncio.to_thread(self.web.close)
-        await self.service.refreshes.close()
         await self.service.leases.close()
         await self.store.close()
         if self.traces is not None:
@@ -168,8 +166,8 @@ class TierServer:
 
 
 def _channel_options(options: TierOptions) -> list[tuple[str, int]]:
-    """A message is a chunk, or queries of a layer, and little more; gRPC refuses a longer one."""
-    longest = max(options.chunk_bytes, MAX_QUERIES_BYTES) + MESSAGE_OVERHEAD_BYTES
+    """A message is a chunk, or names of blobs, and little more; gRPC refuses a longer one."""
+    longest = max(options.chunk_bytes, MAX_NAMES_BYTES) + MESSAGE_OVERHEAD_BYTES
     return [
         ("grpc.max_receive_message_length", longest),
         ("grpc.max_send_message_length", -1),

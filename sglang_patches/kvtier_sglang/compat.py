@@ -197,12 +197,9 @@ def _check_combinations(server_args: Any, settings: Settings) -> None:
     expected = "no mixed chunks together with kvtier and --memory"
     _refuse_if(mixed and settings.memory is not None, "--enable-mixed-chunk", expected, True)
     ranks = getattr(server_args, "tp_size", None) or 1
-    for other, is_asked in (
-        ("--refresh-by near-data", settings.refresh.by == "near-data"),
-        ("--enable-dp-attention", bool(getattr(server_args, "enable_dp_attention", False))),
-    ):
-        expected = f"1 together with kvtier and {other}"
-        _refuse_if(ranks > 1 and is_asked, "--tp-size", expected, ranks)
+    is_asked = ranks > 1 and bool(getattr(server_args, "enable_dp_attention", False))
+    expected = "1 together with kvtier and --enable-dp-attention"
+    _refuse_if(is_asked, "--tp-size", expected, ranks)
     drafts = getattr(server_args, "speculative_algorithm", None)
     is_cpu = getattr(server_args, "device", None) == "cpu" or not has_gpu
     is_older = sglang_version() < FIRST_VERSION

@@ -368,7 +368,7 @@ class Runtime:
         )
         if tier is not None and rule is not None:
             refresher = self._refresher(rule, self.cache)
-            self.cache.refresh = TurnRefresh(refresher, tier, settings.refresh)
+            self.cache.refresh = TurnRefresh(refresher, tier)
         return self.cache
 
     def _request_log(self) -> RequestLog | None:
@@ -384,9 +384,7 @@ class Runtime:
         if isinstance(self.selection, AdaptiveSelection):
             return AdaptiveRefresher(rule, contexts, self.selection.score)
         assert isinstance(self.selection, ProfileSelection), "a refresh without a selection"
-        return ProfileRefresher(
-            rule, contexts, self.selection.anchored_heads, self.settings.tier.patience_s
-        )
+        return ProfileRefresher(rule, contexts, self.selection.anchored_heads)
 
     def _compressor(self, ctx: TreeCacheBuildContext, allocator: BundleAllocator) -> Compressor:
         settings, pool = self.settings, allocator.pool

@@ -131,11 +131,10 @@ def test_settings_reach_the_worker_and_nothing_else_does(
 
 def test_only_the_policy_that_compacts_has_the_tier(model_path: Path):
     flags = ["--tier", "localhost:7311", "--retention", "0.25", "--policies", "full,kvtier,random"]
-    flags += ["--refresh", "turn", "--refresh-by", "near-data", "--merge", "keepkv"]
+    flags += ["--refresh", "turn", "--merge", "keepkv"]
     found = {name: entry.plan.environment for name, entry in plans_for(model_path, *flags).items()}
     assert found["kvtier"][TIER_VARIABLE] == "localhost:7311"
     assert found["kvtier"]["KVTIER_REFRESH"] == "turn"
-    assert found["kvtier"]["KVTIER_REFRESH_BY"] == "near-data"
     assert found["kvtier"]["KVTIER_MERGE"] == "keepkv"
     for other in ("full", "random"):
         assert TIER_VARIABLE not in found[other]

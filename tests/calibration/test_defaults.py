@@ -104,7 +104,6 @@ def test_heads_compete_beside_whatever_goes_with_it(asked, model, worth_file):
         {"head_budgets": "equal"},
         {"head_profile": "profile.json"},
         {"scorer": "keydiff"},
-        {**TIER, "refresh": "turn", "refresh_by": "near-data"},
     ],
 )
 def test_what_excludes_competing_heads_stays_as_it_was_asked_for(asked, model, worth_file):

@@ -69,7 +69,6 @@ EXAMPLES = {
     "tier.shared_memory": (False, {}),
     "tier.drain_s": (5.0, {}),
     "refresh.when": ("turn", TIER),
-    "refresh.by": ("near-data", {}),
     "refresh.queries": (8, {}),
     "merge.form": ("keepkv", REFRESH),
     "merge.floor": (0.5, {}),

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="module")
 def tier():
-    with in_process(store=MemoryOptions(1 << 24), refresh_workers=1) as live:
+    with in_process(store=MemoryOptions(1 << 24)) as live:
         yield live
 
 

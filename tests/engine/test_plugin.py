@@ -64,11 +64,6 @@ INCOMPATIBLE = {
 # The words of an error; SGLang's arguments; settings.
 TOGETHER = [
     *(("--" + name.replace("_", "-"), {name: value}, {}) for name, value in INCOMPATIBLE.items()),
-    (
-        "--tp-size: .*--refresh-by near-data",
-        {"tp_size": 2},
-        {**TIERED, "refresh": "turn", "refresh_by": "near-data"},
-    ),
     ("--tp-size: .*--enable-dp-attention", {"tp_size": 2, "enable_dp_attention": True}, {}),
     # The demo model has four KV heads: each of so many ranks would score but a part of one's
     # queries.

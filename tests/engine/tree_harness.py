@@ -28,7 +28,6 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from tree_requests import Request, digest
 from waiting import wait_for
 
-from kvtier.config.sections import RefreshSettings
 from kvtier.heads.profile import HeadProfile
 from kvtier.retention.locality import LocalityRule
 from kvtier.retention.refreshing import RefreshRule
@@ -85,7 +84,6 @@ class MiniScheduler:
         link: TierLink | None = None,
         span_tokens: int = 6,
         refresh: RefreshRule | None = None,
-        refreshes: RefreshSettings | None = None,
         patience_s: float | None = None,
         adaptive: bool = False,
         bits: int | None = None,
@@ -164,8 +162,7 @@ class MiniScheduler:
                 if adaptive
                 else ProfileRefresher(refresh, self.tree, selection.anchored_heads)
             )
-            settings = refreshes or RefreshSettings(when="turn")
-            self.tree.refresh = TurnRefresh(refresher, tier, settings)
+            self.tree.refresh = TurnRefresh(refresher, tier)
         # Columns that keep one entry for all, see `check_packed`.
         self.means = [] if adaptive else selection._means
         self.running: list[Request] = []

@@ -44,7 +44,7 @@ SMALL = ("--memory", "1m", "--shared-memory", "off", "--insecure-local")
     ("--max-blob", "0"), ("--shared-memory", "/no/such/directory"),
     ("--namespace", "=1g"), ("--namespace", "ada=much"), ("--namespace", "ada=2g,fast"),
     ("--namespace", "a\tb"),
-    ("--in-flight", "0"), ("--in-flight", "few"), ("--refresh-workers", "-1"),
+    ("--in-flight", "0"), ("--in-flight", "few"),
     ("--metrics-port", "65536"), ("--metrics-host", "192.0.2.1"), ("--metrics-host", ""),
     ("--transfer-memory", "1g"),
     ("--stall-s", "0"), ("--drain-s", "nan"),

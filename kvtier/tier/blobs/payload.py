@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
-from google.protobuf.message import DecodeError
 
-from kvtier.errors import TierProtocolError, UsageError
+from kvtier.errors import UsageError
 from kvtier.tier.blobs.keys import KEY_BYTES
 from kvtier.v1 import tier_pb2
 
@@ -80,23 +79,6 @@ class SpanLayout:
             score_bytes=self.score_bytes,
         )
         return tier_pb2.Layout(kv=kv).SerializeToString(deterministic=True)
-
-
-def decode_span_layout(layout: bytes) -> SpanLayout:
-    """The inverse of `SpanLayout.encode`. Raises TierProtocolError for anything else."""
-    try:
-        message = tier_pb2.Layout.FromString(layout)
-    except DecodeError as error:
-        raise TierProtocolError(f"a layout that does not parse: {error}") from error
-    if message.WhichOneof("kind") != "kv":
-        raise TierProtocolError("a layout that is not of KV")
-    kv = message.kv
-    try:
-        return SpanLayout(
-            kv.dtype, kv.num_layers, kv.num_tokens, kv.num_kv_heads, kv.head_dim, kv.score_bytes
-        )
-    except UsageError as error:
-        raise TierProtocolError(f"a layout that makes no sense: {error}") from error
 
 
 def record_layout(schema: str) -> bytes:

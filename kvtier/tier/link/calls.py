@@ -112,13 +112,6 @@ class Calls:
             self.breaker.succeeded()
         return result
 
-    def failed_elsewhere(self, what: str, error: TierError) -> None:
-        """A call that was not made here failed, of a client that was connected here."""
-        if isinstance(error, _HARMLESS):
-            self.count(f"{what}_{type(error).__name__}")
-        else:
-            self._failed(what, error)
-
     def _failed(self, what: str, error: TierError, *, news: bool = True) -> None:
         if self.closed:
             # Closing cuts off the calls that are under way: their failures say nothing.

@@ -22,7 +22,6 @@ class TracingInterceptor(
     grpc.UnaryUnaryClientInterceptor,
     grpc.UnaryStreamClientInterceptor,
     grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
 ):
     """See the module docstring. Thread-safe."""
 
@@ -57,7 +56,6 @@ class TracingInterceptor(
     intercept_unary_unary = _intercept  # type: ignore[assignment]
     intercept_unary_stream = _intercept  # type: ignore[assignment]
     intercept_stream_unary = _intercept  # type: ignore[assignment]
-    intercept_stream_stream = _intercept  # type: ignore[assignment]
 
 
 def _end(span: trace.Span, call: Any) -> None:

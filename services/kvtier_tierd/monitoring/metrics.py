@@ -4,8 +4,6 @@ kvtier_tier_bytes_total{direction, namespace, path}    moved; path: stream or sh
 kvtier_tier_blobs_moved_total{direction, namespace, path}  likewise
 kvtier_tier_misses_total{namespace}                    blobs asked for and not held
 kvtier_tier_lookups_total{namespace, held}             keys asked for with Exists
-kvtier_tier_refreshed_layers_total{namespace}          of contexts, refreshed near their data
-kvtier_tier_refreshed_bytes_total{namespace}           of entries that were sent for them
 kvtier_tier_quarantined_total{namespace}               blobs whose stored copy did not verify
 kvtier_tier_errors_total{method, code}                 calls that failed, by gRPC status
 kvtier_tier_call_seconds{method}                       histogram of calls, however they ended
@@ -51,8 +49,6 @@ class TierMetrics:
         self._blobs = self._counter("blobs_moved", "direction", "namespace", "path")
         self._misses = self._counter("misses", "namespace")
         self._lookups = self._counter("lookups", "namespace", "held")
-        self._refreshed_layers = self._counter("refreshed_layers", "namespace")
-        self._refreshed_bytes = self._counter("refreshed_bytes", "namespace")
         self._quarantined = self._counter("quarantined", "namespace")
         self._errors = self._counter("errors", "method", "code")
         self._calls = Histogram(
@@ -99,11 +95,6 @@ class TierMetrics:
         label = self._label(namespace)
         self._lookups.labels(label, "yes").inc(held)
         self._lookups.labels(label, "no").inc(asked - held)
-
-    def refreshed(self, namespace: str, num_bytes: int) -> None:
-        """A layer of a context was refreshed with so many bytes of entries."""
-        self._refreshed_layers.labels(self._label(namespace)).inc()
-        self._refreshed_bytes.labels(self._label(namespace)).inc(num_bytes)
 
     def quarantined(self, namespace: str) -> None:
         self._quarantined.labels(self._label(namespace)).inc()

@@ -5,5 +5,4 @@ calls           what every call goes through: whose it is, and what its errors b
 requests        parts of several calls: what they say, checked, and whether a blob is what was put
 streams         payloads in chunks, sent and received
 shared_memory   payloads that clients on the same host move themselves, under `leases`
-near_data       refreshes that choose next to the data
 """

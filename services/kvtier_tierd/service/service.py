@@ -9,9 +9,6 @@ close, and what a client holds between calls by its lease.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +17,6 @@ from kvtier.tier.wire import negotiate
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.service.calls import rpc
-from kvtier_tierd.service.near_data import Refreshes
 from kvtier_tierd.service.requests import MAX_KEYS, check_count, is_intact, names_of
 from kvtier_tierd.service.shared_memory import SharedMemoryCalls
 from kvtier_tierd.service.streams import StreamCalls
@@ -33,11 +29,6 @@ DELETED_TOGETHER = 1 << 8
 
 class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServicer):  # type: ignore[misc]
     """The gRPC servicer."""
-
-    @cached_property
-    def refreshes(self) -> Refreshes:
-        """The Refresh calls."""
-        return Refreshes(self.options, self.store, self.namespaces, self.metrics)
 
     @rpc
     async def GetServerInfo(
@@ -55,7 +46,6 @@ class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServi
             shared_path=shared.path,
             shared_bytes=shared.num_bytes,
             shared_token=shared.token,
-            refreshes=self.refreshes.enabled,
         )
 
     @rpc
@@ -118,10 +108,3 @@ class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServi
             namespace_bytes=stats.namespaces.get(namespace, 0),
             namespace_quota_bytes=stats.capacity_bytes if quota is None else quota,
         )
-
-    # Writes instead of yielding: a generator that gRPC has left closes its handle some time later.
-    async def Refresh(  # type: ignore[override]
-        self, requests: AsyncIterator[pb.RefreshRequest], context: Any
-    ) -> None:
-        async with self.calling("Refresh", context) as namespace:
-            await self.refreshes.serve(namespace, requests, self.writer(context))

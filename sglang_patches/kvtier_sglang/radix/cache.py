@@ -191,7 +191,7 @@ class KvtierRadixCache(VariantRadixTree):
         if self.refresh is not None and state.node is not None:
             context = self._compacted(node, matched, scope)
             if context is not None:
-                self.refresh.prefetch.ask(state, context, tier.patience_s(node.stop))
+                self.refresh.ask(state, context, tier.patience_s(node.stop))
         new = new_input_tokens
         if self.edits is not None:
             key = RadixKey(matched + new if matched else new, extra_key, cache_salt=cache_salt)
@@ -370,7 +370,7 @@ class KvtierRadixCache(VariantRadixTree):
                 context = self._compacted(node, ids[: node.stop], scope)
             if context is None or context.ranges[0].begin < landed.begin:
                 return False
-            self.refresh.offer_restored(state, context, landed.host, len(ids))
+            self.refresh.offer(state, context, landed.host, len(ids))
         except Exception:
             logger.exception("a restored context cannot be refreshed; it is used as it was")
             self.tier.counters["refresh_restored_failed"] += 1

@@ -32,16 +32,10 @@ import torch
 
 from kvtier.retention.keepkv import QueryWindow
 from kvtier.retention.refreshing import Chosen, PrunedRange, RefreshRule
-from kvtier.tier.transport.connection import Deadline
 from kvtier_kernels import HeadMap
 from kvtier_kernels.fp8 import put
 from kvtier_sglang.pool.packed import PackedSpan, PackedSpans, slots_as_entries
-from kvtier_sglang.refresh.sources import Choose, FetchedSource, RefreshSource
 from kvtier_sglang.refresh.state import Contexts, Refreshing
-
-# The longest that a pass waits for the tier to choose entries, for all of its requests and layers:
-# so long all requests of the engine wait.
-LONGEST_PASS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -54,18 +48,9 @@ class Active:
 
 
 class Refresher(ABC):
-    """See the module docstring. heads: per layer, those whose entries are chosen again.
+    """See the module docstring. heads: per layer, those whose entries are chosen again."""
 
-    patience_s: the longest that a pass waits for the tier; None: LONGEST_PASS_S.
-    """
-
-    def __init__(
-        self,
-        rule: RefreshRule,
-        contexts: Contexts,
-        heads: Sequence[HeadMap],
-        patience_s: float | None = None,
-    ) -> None:
+    def __init__(self, rule: RefreshRule, contexts: Contexts, heads: Sequence[HeadMap]) -> None:
         self.contexts = contexts
         self.allocator = allocator = contexts.allocator
         self.pool = allocator.pool
@@ -74,8 +59,6 @@ class Refresher(ABC):
         self.counters: Counter[str] = Counter()
         self.refresh_s = 0.0
         self._active: list[Active] = []
-        self._patience_s = LONGEST_PASS_S if patience_s is None else patience_s
-        self._deadline = Deadline(self._patience_s)
 
     @property
     def packed(self) -> PackedSpans:
@@ -99,7 +82,6 @@ class Refresher(ABC):
         rows: the table of request rows; requests: their indices; stops: tokens after the pass.
         """
         self._active = []
-        self._deadline = Deadline(self._patience_s)
         for index, (rid, request, stop) in enumerate(zip(rids, requests, stops, strict=True)):
             state = self.contexts.requests.get(rid)
             if state is None or state.refreshing is None:
@@ -112,11 +94,13 @@ class Refresher(ABC):
                 self.counters["refresh_outdated"] += 1
                 state.end_refresh()
                 continue
-            part = slice(q_indptr[index], q_indptr[index + 1])
-            if not self._begin(refreshing, rows[request]):
+            if not self._allocate(refreshing, rows[request]):
+                self.counters["refresh_no_room"] += 1
                 state.end_refresh()
                 continue
+            self._point(refreshing, rows[request])
             self.counters["refreshed_turns"] += 1
+            part = slice(q_indptr[index], q_indptr[index + 1])
             self._active.append(Active(rid, refreshing, part))
 
     @property
@@ -124,15 +108,8 @@ class Refresher(ABC):
         """The requests whose entries the pass under way chooses again."""
         return [one.rid for one in self._active]
 
-    def _begin(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
-        """Give a request entries of its own; False where there is no room for them."""
-        if not self._allocate(refreshing, row):
-            self.counters["refresh_no_room"] += 1
-            return False
-        self._point(refreshing, row)
-        return True
-
     def _allocate(self, refreshing: Refreshing, row: torch.Tensor) -> bool:
+        """Give a request slots of its own; False where there is no room for them."""
         needs = []
         for pruned in refreshing.ranges:
             shared = self._shared(pruned, row)
@@ -187,47 +164,50 @@ class Refresher(ABC):
         newest = self.rule.keepkv.window_queries
         for active in self._active:
             window = QueryWindow(heads.select(q[active.rows][-newest:]), scale)
-            if not self._refresh(index, active.refreshing, window):
-                # The layer goes on with copies of the tree's entries.
-                self.counters["unrefreshed_layers"] += 1
+            self._refresh(index, active.refreshing, window)
         self.refresh_s += time.monotonic() - began
 
+    def _refresh(self, index: int, refreshing: Refreshing, window: QueryWindow) -> None:
+        """Choose a request's entries of one layer again."""
+        heads = self.heads[index].heads
+        for pruned, slots in zip(refreshing.ranges, refreshing.slots, strict=True):
+            (own,) = self.packed.in_row(slots)
+            k, v = (x.to(window.q.device) for x in refreshing.exact.of_range(index, heads, pruned))
+            self._write(index, own, self._choose(index, pruned, own, k, v, window))
+
     @abstractmethod
-    def chooser(self, refreshing: Refreshing) -> Choose:
-        """Return the function that chooses a request's entries of a layer again."""
+    def _choose(
+        self,
+        index: int,
+        pruned: PrunedRange,
+        own: PackedSpan,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: QueryWindow,
+    ) -> Chosen:
+        """Choose one layer's entries of a pruned range again, as many as `own` holds of its heads.
 
-    def _refresh(self, index: int, refreshing: Refreshing, window: QueryWindow) -> bool:
-        """Choose a request's entries of one layer again; False where the source has failed."""
-        chosen = self.chooser(refreshing)(refreshing.source, index, window, self._deadline)
-        if chosen is None:
-            return False
-        self._write(index, refreshing, chosen)
-        return True
+        k, v: the range's exact KV, `[heads, tokens, dim]`; window: these heads' newest queries.
+        """
 
-    def _write(self, index: int, refreshing: Refreshing, chosen: Sequence[Chosen]) -> None:
-        """Put what was chosen of each pruned range into the request's own entries."""
-        packed = self.packed
-        for slots, one in zip(refreshing.slots, chosen, strict=True):
-            cells = torch.cat(self._own(index, slots))
-            for side, source in ((packed.cells.k, one.k), (packed.cells.v, one.v)):
-                put(side, cells, source.flatten(0, 1).to(side.device))
-            if one.log_votes is not None:
-                assert packed.log_votes is not None, "a pool without votes"
-                votes = one.log_votes.to(packed.log_votes.device)
-                packed.log_votes[cells] = votes.transpose(1, 2).flatten(0, 1).float()
-
-    def _own(self, index: int, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The cells of a request's own entries of one range: of each head that chooses."""
-        (span,) = self.packed.in_row(slots)
-        heads = self.pool.head_num
-        return [span.of_column(index * heads + head) for head in self.heads[index].heads]
+    def _write(self, index: int, own: PackedSpan, chosen: Chosen) -> None:
+        """Put what was chosen of a pruned range into the request's own entries."""
+        packed, heads = self.packed, self.pool.head_num
+        columns = [own.of_column(index * heads + head) for head in self.heads[index].heads]
+        cells = torch.cat(columns)
+        for side, source in ((packed.cells.k, chosen.k), (packed.cells.v, chosen.v)):
+            put(side, cells, source.flatten(0, 1).to(side.device))
+        if chosen.log_votes is not None:
+            assert packed.log_votes is not None, "a pool without votes"
+            votes = chosen.log_votes.to(packed.log_votes.device)
+            packed.log_votes[cells] = votes.transpose(1, 2).flatten(0, 1).float()
 
     def end_pass(self) -> None:
-        """The pass is over: what was refreshed needs its source no more."""
+        """The pass is over: what was refreshed needs its exact KV no more."""
         for active in self._active:
-            source = active.refreshing.source
-            self.counters["refresh_moved_bytes"] += source.moved_bytes
-            source.release()
+            host = active.refreshing.exact.host
+            self.counters["refresh_moved_bytes"] += host.host_bytes
+            host.release()
         self._active = []
 
 
@@ -247,39 +227,21 @@ class AdaptiveRefresher(Refresher):
         super().__init__(rule, contexts, [heads] * pool.layer_num)
         self._score = score
 
-    def chooser(self, refreshing: Refreshing) -> Choose:
-        spans = [self.packed.in_row(slots)[0] for slots in refreshing.slots]
-        heads = self.pool.head_num
-
-        def choose(
-            source: RefreshSource, index: int, window: QueryWindow, deadline: Deadline
-        ) -> list[Chosen]:
-            assert isinstance(source, FetchedSource), "the tier does not know what tokens are worth"
-            exact = source.exact(index, self.heads[index].heads)
-            mine = slice(index * heads, (index + 1) * heads)
-            return [
-                self._choose(index, pruned.begin, span.counts[mine], k, v, window)
-                for pruned, span, (k, v) in zip(refreshing.ranges, spans, exact, strict=True)
-            ]
-
-        return choose
-
     def _choose(
         self,
         index: int,
-        begin: int,
-        counts: Sequence[int],
+        pruned: PrunedRange,
+        own: PackedSpan,
         k: torch.Tensor,
         v: torch.Tensor,
         window: QueryWindow,
     ) -> Chosen:
-        """Choose so many entries of each of a layer's heads, of a range from position `begin` on,
-        and return them as if all were of one head. k, v: `[heads, tokens, dim]`."""
-        k, v = k.to(window.q.device), v.to(window.q.device)
+        """The entries of all heads as if they were of one: each has as many as it had."""
         state = k.new_empty(*k.shape[:1], 0, k.shape[1], dtype=torch.float32)
-        worth = self._score(index, k, v, state, begin)
+        worth = self._score(index, k, v, state, pruned.begin)
+        first = index * self.pool.head_num
         chosen = []
-        for head, count in enumerate(counts):
+        for head, count in enumerate(own.counts[first : first + self.pool.head_num]):
             mine = slice(head, head + 1)
             queries = QueryWindow(window.q[:, mine], window.scale)
             chosen.append(self.rule.choose_by_worth(k[mine], v[mine], worth[head], count, queries))
@@ -294,13 +256,17 @@ class AdaptiveRefresher(Refresher):
 class ProfileRefresher(Refresher):
     """A refresher by a head profile. heads: its anchored heads of each layer."""
 
-    def chooser(self, refreshing: Refreshing) -> Choose:
-        def choose(
-            source: RefreshSource, index: int, window: QueryWindow, deadline: Deadline
-        ) -> list[Chosen] | None:
-            return source.choose(index, self.heads[index].heads, window, deadline)
-
-        return choose
+    def _choose(
+        self,
+        index: int,
+        pruned: PrunedRange,
+        own: PackedSpan,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: QueryWindow,
+    ) -> Chosen:
+        """The entries of each head, as many as the range keeps."""
+        return self.rule.choose(k, v, pruned.kept, window)
 
     def _counts(self, shared: PackedSpan) -> Sequence[int]:
         """Anchored heads have one more where tokens are merged: what is like none of the kept."""

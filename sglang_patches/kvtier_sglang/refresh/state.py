@@ -12,8 +12,9 @@ import torch
 from kvtier.retention.refreshing import PrunedRange
 from kvtier.tier.blobs.keys import Scope
 from kvtier.tier.blobs.names import ContextNames, SpanName, spans_of_ranges
+from kvtier.tier.prefetch import HostSpans
 from kvtier_sglang.pool.allocator import BundleAllocator
-from kvtier_sglang.refresh.sources import RefreshSource
+from kvtier_sglang.refresh.exact_kv import ExactKv
 from kvtier_sglang.waits import Wait
 
 
@@ -38,18 +39,17 @@ class CompactedContext:
 
 
 @dataclass
-class RefreshWait(Wait[RefreshSource]):
-    """A request's wait for what the refresh of a context needs. asked_s: time.monotonic() when it
-    began."""
+class RefreshWait(Wait[HostSpans]):
+    """A request's wait for the exact KV of a context. asked_s: time.monotonic() when it began."""
 
     context: CompactedContext
     asked_s: float = field(default_factory=time.monotonic, init=False)
 
-    def describe(self, result: RefreshSource) -> object:
+    def describe(self, result: HostSpans) -> object:
         # All ranks ask for the same tokens of the same context.
         return "arrived"
 
-    def release(self, result: RefreshSource) -> None:
+    def release(self, result: HostSpans) -> None:
         result.release()
 
 
@@ -79,13 +79,14 @@ class Refreshing:
     """One request's refresh, from where the request can be admitted on.
 
     contexts:      the cache that the context is in.
+    exact:         the context's exact KV, held until its entries are chosen.
     prompt_tokens: where the request's prompt ends; the pass that gets there refreshes.
     slots:         its own, of each pruned range, once it has begun.
     """
 
     contexts: Contexts
     context: CompactedContext
-    source: RefreshSource
+    exact: ExactKv
     prompt_tokens: int
     slots: list[torch.Tensor] = field(default_factory=list)
 
@@ -94,8 +95,8 @@ class Refreshing:
         return self.context.ranges
 
     def end(self) -> None:
-        """Give back what it holds: its source, and its own slots."""
-        self.source.release()
+        """Give back what it holds: its exact KV, and its own slots."""
+        self.exact.host.release()
         for slots in self.slots:
             self.contexts.allocator.free(slots)
             self.contexts.hold_private(-slots.numel())
@@ -105,7 +106,7 @@ class Refreshing:
 class RefreshState:
     """The refresh's part of a request's state.
 
-    refresh_wait: its wait for what its refresh needs; None: it waits for nothing.
+    refresh_wait: its wait for exact KV; None: it waits for none.
     refreshing:   its refresh; None: it has none (yet, or any more).
     """
 

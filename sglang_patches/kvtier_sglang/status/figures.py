@@ -24,10 +24,7 @@ _TIER_EVENTS = (
     "puts_incomplete",
     *("get_bugs", "put_bugs", "gets_refused", "refused_while_open"),
 )
-_REFRESH_EVENTS = (
-    *("refreshed_turns", "refresh_missed", "refresh_outdated"),
-    *("refresh_no_room", "unrefreshed_layers"),
-)
+_REFRESH_EVENTS = ("refreshed_turns", "refresh_missed", "refresh_outdated", "refresh_no_room")
 
 Read = Callable[[KvtierRadixCache], Mapping[str, float]]
 
@@ -96,13 +93,12 @@ def _of_refresh(read: Callable[[TurnRefresh], Mapping[str, float]]) -> Read:
 
 
 def _refreshes(refresh: TurnRefresh) -> dict[str, float]:
-    counters = dict.fromkeys(_REFRESH_EVENTS, 0) | refresh.prefetch.counters
-    counters |= refresh.refresher.counters
+    counters = dict.fromkeys(_REFRESH_EVENTS, 0) | refresh.refresher.counters
     return {name: value for name, value in counters.items() if name not in _AMOUNTS}
 
 
 def _refresh_s(refresh: TurnRefresh) -> dict[str, float]:
-    return {"choosing": refresh.refresher.refresh_s, "waiting": refresh.prefetch.wait_s}
+    return {"choosing": refresh.refresher.refresh_s, "waiting": refresh.wait_s}
 
 
 FIGURES = (
@@ -221,7 +217,7 @@ FIGURES = (
     Figure(
         "kvtier_refresh_moved_bytes",
         Kind.COUNTER,
-        "Moved between tier and engine for refreshes.",
+        "Moved from the tier for refreshes.",
         _of_refresh(lambda one: {"": one.refresher.counters["refresh_moved_bytes"]}),
     ),
     Figure(

@@ -102,26 +102,25 @@ def test_slots_come_back_where_turns_are_evicted_and_requests_retracted(tmp_path
     assert accepted(out) > 1.2
 
 
-@pytest.mark.parametrize(("merge", "by"), [("keepkv", "fetch"), ("off", "near-data")])
-def test_a_context_that_a_tier_brought_back_is_asked_with_drafts(tmp_path, merge, by):
-    """The context's entries are chosen again by the question, whose answer is drafted. What comes
-    back is chosen from here: the tier chooses of a context that stayed.
+@pytest.mark.parametrize(("merge", "emptied"), [("keepkv", True), ("off", False)])
+def test_a_context_that_a_tier_refreshes_is_asked_with_drafts(tmp_path, merge, emptied):
+    """The context's entries are chosen again by the question, whose answer is drafted. The whole
+    context comes back to an emptied server, or it stayed.
 
     The contexts are computed one by one: who shares a batch is a matter of time, and a choice
     among entries of nearly the same worth would be, too.
     """
     alone = rounds(one_by_one=True)
-    flushes = [{"flush": True}] if by == "fetch" else []
+    flushes = [{"flush": True}] if emptied else []
     asked = [*alone[:4], *flushes, *alone[4:8]]
     env = {
         **TIERED_RULE,
         "KVTIER_RETENTION": "0.5",
         "KVTIER_REFRESH": "turn",
-        "KVTIER_REFRESH_BY": by,
         "KVTIER_MERGE": merge,
     }
     answers = []
-    with live_tier(tmp_path, "--memory", "256m", "--refresh-workers", "1") as tier:
+    with live_tier(tmp_path, "--memory", "256m") as tier:
         for name, drafts in (("plain", {}), ("drafted", DRAFTS)):
             named = {**env, "KVTIER_TIER": tier.address, "KVTIER_TIER_NAMESPACE": name}
             out = run_engine(tmp_path, {**ENGINE, **drafts}, asked, named)

@@ -183,6 +183,5 @@ def test_what_heads_competed_for_comes_back_to_an_emptied_server_and_is_refreshe
         found = out["state"]["tier"]
         assert found["refreshed_turns"] == len(rounds) - 1, str(dict(found))
         assert "refresh_no_room" not in found
-        assert "unrefreshed_layers" not in found
     assert back["state"]["tier"]["restored_requests"] == 1
     assert said_in(back, 1) == said_in(stayed, 1)

@@ -25,7 +25,7 @@ SESSIONS, NEW = 4, 12
 
 @pytest.fixture
 def tier(tmp_path):
-    with live_tier(tmp_path, "--memory", "512m", "--refresh-workers", "1") as live:
+    with live_tier(tmp_path, "--memory", "512m") as live:
         yield live
 
 
@@ -89,23 +89,19 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert forked["state"]["tier"]["restored_requests"] > 0
 
 
-def test_entries_chosen_by_the_tier_give_the_tokens_of_entries_chosen_here(tmp_path, tier):
-    """The cache is in fp8, the tier over the network. Others: tier/test_refreshed_answers.py."""
-    retention, rounds = 0.25, one_by_one(sessions(2), NEW)
+def test_a_refresh_in_fp8_gives_the_same_tokens_however_exact_kv_comes(tmp_path, tier):
+    """Through shared memory, or over the network. In float32: tier/test_refreshed_answers.py."""
+    rounds = one_by_one(sessions(2), NEW)
     env = {
         **RULE,
         "KVTIER_TIER": tier.address,
-        "KVTIER_RETENTION": f"{retention}",
-        "KVTIER_TIER_SHARED_MEMORY": "false",
+        "KVTIER_RETENTION": "0.25",
         "KVTIER_REFRESH": "turn",
     }
     engine, found = {**ENGINE, "kv_cache_dtype": "fp8_e4m3"}, []
-    for by in ("fetch", "near-data"):
+    for shared in ("true", "false"):
         # Each has a namespace of its own, or the second run would have nothing to compute.
-        wanted = {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_NAMESPACE": by}
+        wanted = {"KVTIER_TIER_SHARED_MEMORY": shared, "KVTIER_TIER_NAMESPACE": shared}
         found.append(run_never_missing(tmp_path, rounds, env | wanted, engine))
         assert found[-1]["state"]["tier"]["refreshed_turns"] == SESSIONS
-        assert "unrefreshed_layers" not in found[-1]["state"]["tier"]
     assert said(found[0]) == said(found[1])
-    fetched, near = (out["state"]["tier"]["refresh_moved_bytes"] for out in found)
-    assert near <= 1.1 * retention * fetched

@@ -1,8 +1,8 @@
 """One real run of engine, tier and Redis, as its operators see it: the status page, in a browser,
 too; and dashboards and rules, whose every query a real Prometheus answers.
 
-It has something to show: a quality target, prefix memories, a tier that it spills to, restores from
-and refreshes near, and a Redis with its curve.
+It has something to show: a quality target, prefix memories, a tier that it spills to, restores and
+refreshes from, and a Redis with its curve.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ def seen_run(folder: Path) -> Iterator[SeenRun]:
     """Started, and not driven yet."""
     with ExitStack() as stack:
         redis = stack.enter_context(redis_server())
-        tier = stack.enter_context(
-            live_tier(folder, "--memory", "256m", "--refresh-workers", "1", "--metrics-port", "0")
-        )
+        tier = stack.enter_context(live_tier(folder, "--memory", "256m", "--metrics-port", "0"))
         recipe = Recipe(0.3, 40, 0.5, 7, 0.0)
         memory = make_memory(load_model(str(DEMO_MODEL)), folder / "memories/m", 150, recipe, 2)
         with open_store(load_settings(redis_url=redis.url)) as store:
@@ -175,7 +173,7 @@ def seen_run(folder: Path) -> Iterator[SeenRun]:
             *("--calibration-poll-s", "0.5", "--quality", "0.9"),
             *("--head-profile", str(DEMO_MODEL / "head_profile.json")),
             *("--memory", str(memory.folder.parent), "--tier", tier.address),
-            *("--refresh", "turn", "--refresh-by", "near-data", "--no-tier-shared-memory"),
+            *("--refresh", "turn", "--no-tier-shared-memory"),
             *("--enable-metrics", "--admin-api-key", ADMIN_KEY),
         ]
         # Only what this process starts sees it: the servers of tests take the environment as it is.

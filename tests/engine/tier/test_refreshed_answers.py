@@ -230,20 +230,18 @@ def prompts() -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "merge", "by"),
+    ("kind", "merge"),
     [
-        ("profile", "off", "fetch"),
-        ("competing", "off", "fetch"),
-        ("competing", "keepkv", "fetch"),
-        ("profile", "keepkv", "near-data"),
+        ("profile", "off"),
+        ("competing", "off"),
+        ("competing", "keepkv"),
+        ("profile", "keepkv"),
     ],
 )
-def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
-    tmp_path, kind, merge, by
-):
+def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(tmp_path, kind, merge):
     """All sessions' turns at a time, each over what its own queries chose when it began."""
     env = {**RULE, "KVTIER_RETENTION": "0.3", "KVTIER_REFRESH": "turn", "KVTIER_MERGE": merge}
-    env |= {"KVTIER_REFRESH_BY": by, "KVTIER_TIER_PATIENCE_S": "600"}
+    env["KVTIER_TIER_PATIENCE_S"] = "600"
     rule = RefreshRule(KeepKV(), merges=merge != "off")
     if kind == "competing":
         del env["KVTIER_HEAD_PROFILE"]
@@ -262,5 +260,4 @@ def test_refreshed_turns_say_what_transformers_says_over_the_same_entries(
         out = run_never_missing(tmp_path, rounds, env, engine)
     found = out["state"]["tier"]
     assert found["refreshed_turns"] == len(sessions) * (len(rounds) - 1)
-    assert "unrefreshed_layers" not in found
     assert said_in(out, len(sessions)) == expected

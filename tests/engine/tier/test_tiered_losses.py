@@ -12,7 +12,6 @@ from tree_harness import MiniScheduler
 from tree_requests import context
 from waiting import SAFETY_S, FakeClock, wait_for
 
-from kvtier.config.sections import RefreshSettings
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
@@ -42,15 +41,9 @@ class WaitingClient(TierClient):
         return super().put(*args, **kwargs)
 
 
-@pytest.mark.parametrize("by", ["fetch", "near-data"])
-def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(connect, by, monkeypatch):
+def test_a_turn_that_begins_while_the_last_one_still_spills_is_refreshed(connect, monkeypatch):
     monkeypatch.setattr(link_module, "SETTLE_S", SAFETY_S)
-    s = MiniScheduler(
-        share=FixedShare(0.5),
-        link=connect(WaitingClient),
-        refresh=REFRESH,
-        refreshes=RefreshSettings(when="turn", by=by),
-    )
+    s = MiniScheduler(share=FixedShare(0.5), link=connect(WaitingClient), refresh=REFRESH)
     s.tree.tier.link.client.link = s.tree.tier.link
     prompt = context(90)
     turn(s, prompt, [1, 2])

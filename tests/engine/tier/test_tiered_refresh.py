@@ -11,7 +11,6 @@ from tree_harness import MiniScheduler, matched
 from tree_requests import Request, context
 from waiting import SAFETY_S
 
-from kvtier.config.sections import RefreshSettings
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.landing import Landing
@@ -59,7 +58,6 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect, 
     request = s.admit(NEXT)
     assert s.extend(request, 100)
     assert s.tree.refresh.refresher.counters["refreshed_turns"] == 1
-    assert s.tree.refresh.refresher.counters["unrefreshed_layers"] == 0
     assert s.tree.private_slots > 0
     (pruned,) = s.tree.pruned_ranges(request.rid)
     row = row_of(s, request)
@@ -71,22 +69,6 @@ def test_a_turn_reads_entries_of_its_own_and_leaves_the_tree_as_it_was(connect, 
     for value, keys in zip(before, shared, strict=True):
         assert any(node.value.equal(value) for node in s.tree.nodes())
         assert packed_keys(s, value).equal(keys)
-
-
-def test_a_tier_that_chooses_by_itself_chooses_the_same(connect):
-    held = []
-    for by in ("fetch", "near-data"):
-        s = behind_a_turn(connect, refreshes=RefreshSettings(when="turn", by=by))
-        request = s.admit(NEXT)
-        assert s.extend(request, 100)
-        report = s.tree.report()["tier"]
-        assert report["refreshed_turns"] == 1
-        held.append((packed_keys(s, row_of(s, request)), report["refresh_moved_bytes"]))
-        release(s, request)
-    (fetched, all_bytes), (near, some_bytes) = held
-    assert fetched.equal(near)
-    # Half of the tokens of one of three heads in one of two layers, and what was asked.
-    assert some_bytes < all_bytes / 4
 
 
 def test_a_turn_whose_kv_does_not_come_back_goes_on_with_the_trees_entries(connect, monkeypatch):

@@ -13,7 +13,6 @@ from tree_harness import MiniScheduler
 from tree_requests import context, random_tokens
 from waiting import SAFETY_S
 
-from kvtier.config.sections import RefreshSettings
 from kvtier.errors import TierUnavailableError
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.blobs.keys import Scope
@@ -127,10 +126,6 @@ class FlakyClient(TierClient):
         self._perhaps()
         return outcome
 
-    def refresh(self, requests, longest_s):
-        self._perhaps()
-        return super().refresh(requests, longest_s)
-
     def exists(self, keys):
         self._perhaps()
         found = super().exists(keys)
@@ -157,10 +152,6 @@ def test_random_turns_forks_and_aborts_on_two_servers_and_one_tier(connect, clie
             refresh=refresh,
             adaptive=bits is not None,
             bits=bits,
-            refreshes=RefreshSettings(
-                when="turn",
-                by="near-data" if seed > 5 and bits is None else "fetch",
-            ),
         )
         for _ in range(2)
     ]

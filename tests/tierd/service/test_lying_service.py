@@ -69,8 +69,8 @@ class Liar(tier_pb2_grpc.TierServiceServicer):
 
 
 @contextmanager
-def lying(kind: type[Liar] = Liar) -> Iterator[tuple[Liar, TierClient]]:
-    liar = kind()
+def lying() -> Iterator[tuple[Liar, TierClient]]:
+    liar = Liar()
     server = grpc.server(ThreadPoolExecutor(2))
     tier_pb2_grpc.add_TierServiceServicer_to_server(liar, server)
     port = server.add_insecure_port("127.0.0.1:0")

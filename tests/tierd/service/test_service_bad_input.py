@@ -28,7 +28,7 @@ from waiting import wait_for
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing
-from kvtier.tier.wire import MAX_QUERIES_BYTES, PROTOCOL_VERSION
+from kvtier.tier.wire import MAX_NAMES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.service import requests
 from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
@@ -120,10 +120,9 @@ def fuzzed():
 
 
 def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_of_log(tier, caplog):
-    """The test has every method, of every service here, but Refresh, which this one does not do at
-    all."""
+    """The test has every method, of every service here."""
     methods = pb.DESCRIPTOR.services_by_name["TierService"].methods
-    names = {method.name for method in methods} - {"Refresh"}
+    names = {method.name for method in methods}
     paths = {name: f"/kvtier.v1.TierService/{name}" for name in sorted(names)}
     paths["Check"] = "/grpc.health.v1.Health/Check"
     paths["Reflection"] = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -148,7 +147,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument_and_one_line_of_log(t
 
 
 def test_a_message_larger_than_any_of_the_protocol_is_refused(stub):
-    size = MAX_QUERIES_BYTES + MIB
+    size = MAX_NAMES_BYTES + MIB
     with failing(EXHAUSTED):
         put(stub, header_of(blob_of(1, size)), payload_of(1, size))
     with failing(EXHAUSTED):

@@ -235,7 +235,7 @@ def test_calls_cut_off_by_closing_the_client_end_at_once(tier):
 
         def put():
             try:
-                client._call(client._stub.Put, stuck(), client.deadline(10_000))
+                client._connection.call(client._stub.Put, stuck(), client.deadline(10_000))
             except TierUnavailableError as error:
                 errors.append(error)
 
