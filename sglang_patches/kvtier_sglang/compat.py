@@ -128,6 +128,7 @@ def check_server_args(server_args: Any, settings: Settings) -> None:
         for folder in directories(settings.memory_folder):
             check_may_be_served(load_card(folder))
     _check_codes(server_args, settings)
+    # Called for what they refuse.
     kernels_of(settings, server_args)
     scorer_of(settings)
     configured_share(settings)
