@@ -74,7 +74,7 @@ def add_calibrate_parser(subparsers: Subparsers) -> None:
 
 def _add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add = parser.add_argument
-    add("--model-path", type=located, required=required, help=MODEL_HELP)
+    add("--model-path", required=required, help=MODEL_HELP)
     add("--out", type=Path, metavar="DIRECTORY",
         help="where files and pictures go (default: the model's folder in KVTIER_DATA_DIR, where "
         "servers look for them)")  # fmt: skip
@@ -204,6 +204,7 @@ def _checked(options: argparse.Namespace) -> tuple[Settings, list[int]]:
 
     if not (_heads_compete(settings) and settings.scorer.file is None):
         scorer_of(settings)
+    options.model_path = located(options.model_path)
     if options.out is None:
         # Refused before a folder is made for what is no model.
         read_config(options.model_path)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_LENGTHS, DEFAULT_SAMPLES = "4k", 4
-MODEL_HELP = "a directory, or a hub id in the hub's cache"
+MODEL_HELP = "a directory, or a hub id, which is downloaded where it is not in the hub's cache"
 
 
 def add_heads_parser(kinds: Subparsers) -> None:
@@ -28,7 +28,7 @@ def add_heads_parser(kinds: Subparsers) -> None:
         "heads",
         help="find the KV heads that need the whole context, and measure what keeping them costs",
     )
-    heads.add_argument("--model-path", type=located, required=True, help=MODEL_HELP)
+    heads.add_argument("--model-path", required=True, help=MODEL_HELP)
     heads.add_argument(
         "--method", default=DEFAULT_METHOD, choices=sorted(METHODS),
         help="how they are found (default: %(default)s)",
@@ -54,7 +54,7 @@ def add_tokens_parser(kinds: Subparsers) -> None:
         "tokens", help="fit what each token will be worth to later turns (--scorer reconstruction)"
     )
     add = parser.add_argument
-    add("--model-path", type=located, required=True, help=MODEL_HELP)
+    add("--model-path", required=True, help=MODEL_HELP)
     add("--out", type=Path, required=True, help="file to write, such as token_worth.npz")
     add("--len", help="context lengths (default: 1536,4000, or shorter where the model reads less)")
     add("--contexts", type=int, help="contexts per length (default: 8 short ones, 4 long ones)")
@@ -78,8 +78,8 @@ def run_calibrate_tokens(options: argparse.Namespace) -> int:
 
     with shown_progress(options.quiet) as progress:
         fit = tokens.fit_tokens(
-            options.model_path, contexts=options.contexts, lengths=lengths, seed=options.seed,
-            progress=progress,
+            located(options.model_path), contexts=options.contexts, lengths=lengths,
+            seed=options.seed, progress=progress,
         )  # fmt: skip
     fit.worth.save(options.out)
     if not options.quiet:
@@ -127,8 +127,8 @@ def run_calibrate_heads(options: argparse.Namespace) -> int:
 
     with shown_progress(options.quiet) as progress:
         found = calibrate_heads(
-            options.model_path, options.method, options.out, target=target, parameters=parameters,
-            progress=progress, **samples,
+            located(options.model_path), options.method, options.out, target=target,
+            parameters=parameters, progress=progress, **samples,
         )  # fmt: skip
     if options.picture is not None:
         draw_profile(found.profile, options.picture)

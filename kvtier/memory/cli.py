@@ -57,7 +57,7 @@ def add_memory_parser(commands: Subparsers) -> None:
 
 def _add_source(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model-path", type=located, required=True, help=MODEL_HELP)
+    add("--model-path", required=True, help=MODEL_HELP)
     add("--prefix-file", type=Path, required=True, help="text that the requests begin with")
     add(
         "--traces", type=Path, required=True, metavar="FILE.jsonl",
@@ -189,7 +189,7 @@ def _source(options: argparse.Namespace) -> Source:
     prefix = read_text(options.prefix_file, "--prefix-file")
     if options.seed < 0:
         raise UsageError("--seed", "at least 0", options.seed)
-    return Source(options.model_path, prefix, options.traces, options.chat, options.seed)
+    return Source(located(options.model_path), prefix, options.traces, options.chat, options.seed)
 
 
 COLUMNS = (

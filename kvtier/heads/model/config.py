@@ -18,8 +18,8 @@ from kvtier.reading import read_json
 
 def folder_of(model_path: str, revision: str | None = None) -> Path | None:
     """The folder of a model on this machine: the directory itself, or a hub id's snapshot in the
-    hub's cache, of the default revision or of `revision`. None where there is none; nothing is
-    downloaded."""
+    hub's cache, whole or not, of the default revision or of `revision`. None where there is none;
+    nothing is downloaded."""
     path = Path(model_path)
     if path.is_dir():
         return path
@@ -28,14 +28,47 @@ def folder_of(model_path: str, revision: str | None = None) -> Path | None:
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-    except (ImportError, HFValidationError, LocalEntryNotFoundError):
+    except (ImportError, HFValidationError):
         return None
+    except LocalEntryNotFoundError as error:
+        # Newer libraries refuse a snapshot without the files that no server reads, as the readme.
+        there = getattr(error, "snapshot_path", None)
+        return None if there is None else Path(there)
+
+
+# The files of a model that are downloaded: weights, configuration, tokenizer.
+_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def located(model_path: str, revision: str | None = None) -> str:
-    """The folder of a model on this machine, whatever names it; the name itself where it has none,
-    for whoever reads it to refuse. revision: the hub's name for the snapshot that is wanted"""
-    return str(folder_of(model_path, revision) or model_path)
+    """The folder of a model, whatever names it. A hub id whose weights are not in the hub's cache
+    is downloaded, where there are safetensors of it. revision: the hub's name for the snapshot that
+    is wanted. Raises UsageError for what is no folder and cannot be downloaded."""
+    folder = folder_of(model_path, revision)
+    if folder is not None and (Path(model_path).is_dir() or _has_weights(folder)):
+        return str(folder)
+    reason: object = "no weights as safetensors"
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(model_path, revision=revision, allow_patterns=_FILES))
+        if _has_weights(folder):
+            return str(folder)
+    # The hub's library raises these for a bad id, an unknown or gated model and a dead network.
+    except (ImportError, ValueError, OSError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    expected = f"a directory, or a hub id that is cached or can be downloaded ({reason})"
+    raise UsageError("--model-path", expected, model_path)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a snapshot has all weights; one that was downloaded by half has not."""
+    files = {file.name for file in folder.iterdir()}
+    index = folder / "model.safetensors.index.json"
+    if index.name in files:
+        shards = json.loads(index.read_text())["weight_map"].values()
+        return files.issuperset(shards)
+    return any(name.endswith((".safetensors", ".bin")) for name in files)
 
 
 def read_config(model_path: str) -> dict[str, Any]:
