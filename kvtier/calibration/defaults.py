@@ -18,6 +18,7 @@ from kvtier.calibration.documents import WorthDocument
 from kvtier.calibration.keys import Key
 from kvtier.calibration.store.directory import DIRECTORY, DirectoryStore, open_store, replace
 from kvtier.config import Settings
+from kvtier.config.sections import ScorerSettings
 from kvtier.errors import CalibrationDocumentError, StoreError
 from kvtier.heads.model.config import model_name, weights_revision
 
@@ -49,7 +50,7 @@ def _copy(settings: Settings, key: Key, file: Path) -> None:
     """Let a file hold what the store does. Where that cannot be had it stays as it is."""
     try:
         with open_store(settings) as store:
-            document = store.get(key)
+            document = store.get(key, renew=True)
         if not isinstance(document, WorthDocument):
             return
         if not file.is_file() or file.read_bytes() != document.weights:
@@ -62,18 +63,35 @@ def _copy(settings: Settings, key: Key, file: Path) -> None:
 def with_calibration(
     settings: Settings, model_path: str, *, revision: str | None = None, ranks: int = 1
 ) -> Settings:
-    """The settings of a server of that model. Whatever was asked for stays as it is.
+    """The settings of a server of that model. Whatever was asked for stays as it is, but for a
+    refresh where every head keeps everything: it has nothing to choose.
 
     ranks: of tensor parallelism; heads compete where each has at least one of them. Raises
     UsageError for a file that is no map.
     """
-    if not settings.heads_may_compete:
+    scorer = _scorer_of_calibrated(settings, model_path, revision, ranks)
+    if scorer is not None:
+        share = settings.retention if settings.compacts else DEFAULT_RETENTION
+        update = {"head_budgets": "adaptive", "scorer": scorer, "retention": share}
+        return settings.model_copy(update=update)
+    if settings.compacts:
         return settings
+    refresh = settings.refresh.model_copy(update={"when": "off"})
+    merge = settings.merge.model_copy(update={"form": "off"})
+    return settings.model_copy(update={"refresh": refresh, "merge": merge})
+
+
+def _scorer_of_calibrated(
+    settings: Settings, model_path: str, revision: str | None, ranks: int
+) -> ScorerSettings | None:
+    """Return the scorer by which heads compete; None where they do not."""
     scorer, file = settings.scorer, settings.scorer.file
+    if not settings.heads_may_compete:
+        return None
     if scorer.name is None:
         file = file or fitted_worth(settings, model_path, revision)
     if file is None:
-        return settings
+        return None
     # Only now, as scorers import torch.
     from kvtier.retention.scorers import SCORERS
     from kvtier.retention.scorers.reconstruction import Reconstruction
@@ -81,13 +99,7 @@ def with_calibration(
 
     name = scorer.name or Reconstruction.name
     if name not in SCORERS or not SCORERS[name].comparable:
-        return settings
+        return None
     if ranks > TokenWorth.load(file).weights.shape[1]:
-        return settings
-    return settings.model_copy(
-        update={
-            "head_budgets": "adaptive",
-            "scorer": scorer.model_copy(update={"name": name, "file": file}),
-            "retention": settings.retention if settings.compacts else DEFAULT_RETENTION,
-        }
-    )
+        return None
+    return scorer.model_copy(update={"name": name, "file": file})

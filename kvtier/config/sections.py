@@ -169,7 +169,12 @@ class RedisSettings(Section):
 class CalibrationSettings(Section):
     """The life of stored calibrations, and how a server follows them."""
 
-    ttl_s: int = Field(90 * 86400, ge=1, description="Seconds that a stored calibration lives.")
+    ttl_s: int = Field(
+        90 * 86400,
+        ge=1,
+        description="Seconds that a calibration stays in Redis after it was stored, or a server "
+        "read it.",
+    )
     poll_s: float = Field(
         5.0, gt=0, description="Seconds between looks for a changed curve while serving."
     )

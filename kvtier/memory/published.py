@@ -107,12 +107,15 @@ def memory_keys(store: CalibrationStore) -> list[StoredKey]:
     return [stored for stored in store.list() if stored.key.kind == "memory"]
 
 
-def published(store: CalibrationStore, model: str, revision: str | None) -> list[MemoryDocument]:
+def published(
+    store: CalibrationStore, model: str, revision: str | None, *, renew: bool = False
+) -> list[MemoryDocument]:
     """Return the memories that are published for a model with exactly these weights, by name.
-    Raises StoreError, and CalibrationDocumentError for one that cannot be read."""
+    renew: they are served, so their time starts anew. Raises StoreError, and
+    CalibrationDocumentError for one that cannot be read."""
     mine = (model, revision or UNKNOWN)
     keys = [one.key for one in memory_keys(store) if (one.key.model, one.key.revision) == mine]
-    found = [store.get(key) for key in keys]
+    found = [store.get(key, renew=renew) for key in keys]
     # One that is None was withdrawn since it was listed.
     return [document for document in found if isinstance(document, MemoryDocument)]
 
@@ -182,7 +185,7 @@ class MemoryFinder:
                 for directory in directories(folder)
             ]
         with open_store(self._settings) as store:
-            documents = published(store, *self._model)
+            documents = published(store, *self._model, renew=True)
         return [_place_of(document) for document in documents]
 
 

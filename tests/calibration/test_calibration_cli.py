@@ -10,6 +10,7 @@ import sys
 import pytest
 from calibration_samples import curve_document, memory_document, profile_document
 
+from kvtier.calibration.store import transfer
 from kvtier.cli import main
 
 
@@ -98,6 +99,19 @@ def test_what_is_exported_can_be_imported(kvtier, server, store, tmp_path):
     assert server.admin.dbsize() == 0
 
 
+def test_more_than_a_file_may_hold_is_exported_key_by_key(kvtier, store, tmp_path, monkeypatch):
+    keys = [store.put(curve_document(policy=f"p{index}")) for index in range(2)]
+    one, both = tmp_path / "one.json", tmp_path / "both.json"
+    assert kvtier("export", one, keys[0])[0] == 0
+    monkeypatch.setattr(transfer, "MAX_EXPORT_BYTES", one.stat().st_size)
+    code, _, err = kvtier("export", both)
+    assert code == 2
+    assert err.startswith("kvtier: error: KEY: expected one key of several")
+    assert [file.name for file in tmp_path.glob("both*")] == []
+    assert kvtier("export", one, keys[1])[0] == 0
+    assert kvtier("import", one)[0] == 0
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -124,6 +138,7 @@ def test_what_is_no_export_is_refused(kvtier, tmp_path, content):
         (["show", "kvtier:v1:profile:a:b"], "KEY: expected a stored key"),
         (["delete", "kvtier:v1:profile:a:b"], "KEY: expected stored keys"),
         (["export", "nowhere/file.json"], "FILE: expected a file in an existing directory"),
+        (["export", "."], "FILE: expected a writable file"),
         (["export", "x.json", "kvtier:v1:profile:a:b"], "KEY: expected a stored key"),
         (["import", "nowhere.json"], "FILE: expected"),
     ],

@@ -27,7 +27,7 @@ from kvtier.retention.token_worth import TokenWorth, feature_width
 from kvtier_sglang.compression.calibration import stored_profile
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "kvtier-demo"
-TIER = {"tier": "localhost:7311", "retention": 0.5}
+TIER = {"tier": "localhost:7311"}
 
 
 @pytest.fixture
@@ -86,7 +86,8 @@ def test_heads_of_a_calibrated_model_compete_for_a_quarter(model, worth_file):
         {"budget_tokens": 64},
         {"memory": "memories"},
         {"kernels": "triton"},
-        {**TIER, "refresh": "turn", "merge": "keepkv"},
+        {**TIER, "retention": 0.5, "refresh": "turn", "merge": "keepkv"},
+        {**TIER, "refresh": "turn"},
     ],
 )
 def test_heads_compete_beside_whatever_goes_with_it(asked, model, worth_file):
@@ -109,6 +110,13 @@ def test_heads_compete_beside_whatever_goes_with_it(asked, model, worth_file):
 def test_what_excludes_competing_heads_stays_as_it_was_asked_for(asked, model, worth_file):
     settings = load_settings(**asked)
     assert with_calibration(settings, model) == settings
+
+
+def test_where_everything_is_kept_a_refresh_has_nothing_to_choose(model):
+    asked = {**TIER, "refresh": "turn", "merge": "keepkv"}
+    assert with_calibration(load_settings(**asked), model) == load_settings(**TIER)
+    equal = load_settings(**asked, retention=0.5)
+    assert with_calibration(equal, model) == equal
 
 
 def test_more_ranks_than_heads_keep_everything(model, worth_file):

@@ -1,7 +1,7 @@
 """The interface of a store of calibration documents.
 
-Every key expires, so that models no longer served leave by themselves; writing a document again
-starts its time anew.
+Every key expires, so that models no longer served leave by themselves; a document's time starts
+anew when it is written again, and when a server reads it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class CalibrationStore(ABC):
     """
 
     @abstractmethod
-    def get(self, key: Key) -> Document | None:
-        """The document, None when there is none. Raises CalibrationDocumentError for a bad one."""
+    def get(self, key: Key, *, renew: bool = False) -> Document | None:
+        """The document, None when there is none. renew: its time starts anew, as it is served by.
+        Raises CalibrationDocumentError for a bad one."""
 
     @abstractmethod
     def put(self, document: Document) -> Key:

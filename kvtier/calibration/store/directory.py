@@ -58,7 +58,7 @@ class DirectoryStore(CalibrationStore):
     def __repr__(self) -> str:
         return f"DirectoryStore({str(self.directory)!r})"
 
-    def get(self, key: Key) -> Document | None:
+    def get(self, key: Key, *, renew: bool = False) -> Document | None:
         with self._usable():
             try:
                 text = read_limited(self.path(key), max_bytes(key))

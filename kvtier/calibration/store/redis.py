@@ -14,6 +14,7 @@ StoreUnavailableError  no connection, no answer in time, TLS that does not verif
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,10 @@ class RedisStore(CalibrationStore):
                 connection, so they may be renewed
     timeout_s:  to connect, and for each answer; CALL_TIMEOUTS of it for a whole call, LIST_TIMEOUTS
                 for a list, however slowly the server answers
-    ttl_s:      seconds a document lives after it was written
+    ttl_s:      seconds a document lives after it was written, or read by a server
 
-    Least ACL of its user: `~kvtier:v1:* +client|setname +get +set +del +scan +pttl`.
+    Least ACL of its user: `~kvtier:v1:* +client|setname +get +expire +set +del +scan
+    +pttl`. Without `+expire` documents live from when they were written.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class RedisStore(CalibrationStore):
     def __repr__(self) -> str:
         return f"RedisStore({str(self._address)!r})"
 
-    def get(self, key: Key) -> Document | None:
+    def get(self, key: Key, *, renew: bool = False) -> Document | None:
         most = max_bytes(key)
 
         def ask(client: Any) -> bytes | None:
@@ -139,6 +141,10 @@ class RedisStore(CalibrationStore):
             raise TypeError(f"GET answered {type(text).__name__}")
 
         text = self._call(ask, max_bytes=most + SPARE_BYTES)
+        if renew and text is not None:
+            # A replica, or a user who may not, can still be read.
+            with suppress(StoreError):
+                self._call(lambda client: client.expire(str(key), self._ttl_s))
         return None if text is None else parse_document(key, text)
 
     def put(self, document: Document) -> Key:

@@ -33,7 +33,8 @@ def must_get(store: CalibrationStore, key: Key) -> Document:
 
 
 def export_documents(store: CalibrationStore, path: Path, key: Key | None) -> list[Key]:
-    """Write all documents, or the one under `key`, to `path`; returns what was written."""
+    """Write all documents, or the one under `key`, to `path`; returns what was written. Raises
+    UsageError for a file that cannot be written, and for more than one file can hold."""
     if not path.parent.is_dir():
         raise UsageError("FILE", "a file in an existing directory", str(path))
     keys = [stored.key for stored in store.list()] if key is None else [key]
@@ -43,9 +44,17 @@ def export_documents(store: CalibrationStore, path: Path, key: Key | None) -> li
         "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "documents": documents,
     }
-    staging = path.with_name(path.name + ".tmp")
-    staging.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    staging.replace(path)
+    text = json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+    if len(text) > MAX_EXPORT_BYTES:
+        expected = f"one key of several, as a file holds at most {MAX_EXPORT_BYTES} bytes"
+        raise UsageError("KEY", expected, f"{len(documents)} documents of {len(text)} bytes")
+    staging = Path(f"{path}.tmp")
+    try:
+        staging.write_bytes(text)
+        staging.replace(path)
+    except OSError as error:
+        staging.unlink(missing_ok=True)
+        raise UsageError("FILE", "a writable file", f"{path}: {error.strerror}") from error
     return keys
 
 

@@ -127,7 +127,7 @@ class CalibrationWatcher:
         """Ask for the curve; whether the store answered."""
         self._count("polls")
         try:
-            self._take(self._served.checked(self._store.get(self._served.key)))
+            self._take(self._served.checked(self._store.get(self._served.key, renew=True)))
         except StoreError as error:
             refused = isinstance(error, StoreRefusedError)
             self._failed("store", "refused" if refused else "unavailable", error)

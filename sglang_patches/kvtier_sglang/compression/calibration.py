@@ -84,7 +84,7 @@ def stored_profile(settings: Settings, model_path: str, shape: ModelShape) -> He
     local = LocalCopy(settings.data_dir / LOCAL_DIRECTORY)
     try:
         with open_store(settings) as store:
-            document = store.get(key)
+            document = store.get(key, renew=True)
         if document is None:
             # Without this a deleted curve would come back the next time the store is down.
             local.forget(key)

@@ -40,6 +40,20 @@ def test_every_key_expires_and_putting_again_starts_its_time_anew(server, store)
     assert store.list()[0].ttl_s > 500
 
 
+def test_a_document_that_is_served_by_lives_on(server, store):
+    document = curve_document()
+    key = store.put(document)
+    server.admin.expire(str(key), 500)
+    assert store.get(key) == document
+    assert store.list()[0].ttl_s <= 500
+    reader = server.add_user("reader", "pw", "~kvtier:v1:*", "+client|setname", "+get")
+    with opened(reader) as other:
+        assert other.get(key, renew=True) == document
+    assert store.list()[0].ttl_s <= 500
+    assert store.get(key, renew=True) == document
+    assert store.list()[0].ttl_s > 500
+
+
 def test_listing_never_blocks_the_server_where_others_may_keep_keys(server, store):
     """SCAN in steps, never KEYS; more keys than fit one step are all found, once each."""
     server.admin.mset({"else": "1", "kvtier:v1:odd": "2", b"kvtier:v1:profile:\xff:r": "3"})
@@ -202,8 +216,8 @@ def test_a_server_that_echoes_the_login_does_not_make_us_print_it():
 
 
 def test_the_documented_permissions_are_enough(server: RedisServer):
-    rules = "~kvtier:v1:* +client|setname +get +set +del +scan +pttl"
-    assert rules in RedisStore.__doc__
+    rules = "~kvtier:v1:* +client|setname +get +expire +set +del +scan +pttl"
+    assert rules in " ".join(RedisStore.__doc__.split())
     url = server.add_user("least", "pw", *rules.split())
     with opened(url) as store:
         key = store.put(curve_document())

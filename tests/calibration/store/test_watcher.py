@@ -76,10 +76,10 @@ def test_a_store_that_does_not_answer_never_holds_a_reader_up(bench, monkeypatch
     known, get = watcher.curve(), RedisStore.get
     asked, free = threading.Event(), threading.Event()
 
-    def held(store, key):
+    def held(store, key, **options):
         asked.set()
         assert free.wait(SAFETY_S)
-        return get(store, key)
+        return get(store, key, **options)
 
     monkeypatch.setattr(RedisStore, "get", held)
     try:
@@ -154,10 +154,10 @@ def test_a_bug_does_not_end_the_thread_here_or_in_a_listener(bench, caplog):
     class Broken(RedisStore):
         broken = True
 
-        def get(self, key):
+        def get(self, key, *, renew=False):
             if self.broken:
                 raise ZeroDivisionError("a bug")
-            return super().get(key)
+            return super().get(key, renew=renew)
 
     def full_disk(event: str) -> None:
         raise OSError(event)
