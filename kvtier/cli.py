@@ -32,6 +32,15 @@ from kvtier.plan.cli import add_plan_parser
 from kvtier.traffic.cli import add_trace_parser
 
 COMMANDS_GROUP = "kvtier.commands"
+# The extra of the wheel that brings what a command imports.
+EXTRAS = {
+    "calibrate": "calibrate",
+    "check": "sglang",
+    "memory": "calibrate",
+    "plan": "plan",
+    "serve": "sglang",
+    "tier": "tier",
+}
 _SHOWN_VERSIONS = ("sglang", "torch", "transformers", "triton", "flashinfer_python", "numpy")
 
 
@@ -47,6 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(options.handler(options))
     except KvtierError as error:
         print(f"kvtier: error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get(next(iter(arguments), ""))
+        if extra is None or str(error.name).startswith("kvtier"):
+            raise
+        wanted = f"pip install 'kvtier[{extra}]' brings what this command needs"
+        print(f"kvtier: error: {error}; {wanted}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

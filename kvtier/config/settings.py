@@ -155,7 +155,9 @@ class Settings(BaseModel):
         if self.merge.is_on and not self.refresh.is_on:
             expected = "a refresh beside it: merging is done from the tier's exact KV"
             raise refusal("merge.form", expected, self.merge.form)
-        if self.refresh.is_on and not (self.tier.address is not None and self.compacts):
+        # A calibrated model keeps a quarter where no share is named.
+        chooses = self.compacts or self.heads_may_compete
+        if self.refresh.is_on and not (self.tier.address is not None and chooses):
             expected = (
                 "a tier, and a share of the context to choose: quality, retention or a budget"
             )

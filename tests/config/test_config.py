@@ -1,5 +1,7 @@
 """Settings: precedence, files, passwords, and sizes."""
 
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -34,6 +36,19 @@ def test_a_configuration_file_that_cannot_be_read_is_named(monkeypatch, tmp_path
     monkeypatch.setenv("KVTIER_CONFIG", "nowhere.toml")
     with pytest.raises(ConfigurationError, match="KVTIER_CONFIG: expected an existing"):
         load_settings()
+
+
+def test_a_command_whose_packages_are_not_there_names_the_extra_that_brings_them():
+    script = (
+        "import sys\n"
+        "sys.modules['lmdb'] = None\n"
+        "from kvtier.cli import main\n"
+        "sys.exit(main(['tier', '--store', 'memory']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvtier: error: ")
+    assert done.stderr.endswith("pip install 'kvtier[tier]' brings what this command needs\n")
 
 
 SECRET_URL = "rediss://ada:s3cr3t@cache:6380/2"

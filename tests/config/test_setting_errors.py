@@ -29,7 +29,7 @@ from kvtier.errors import ConfigurationError
         ({"merge": "keepkv"}, "--merge"),
         ({"refresh": "turn"}, "--refresh"),
         ({"refresh": "turn", "retention": 0.5}, "--refresh"),
-        ({"refresh": "turn", "tier": "local"}, "--refresh"),
+        ({"refresh": "turn", "tier": "local", "head_budgets": "equal"}, "--refresh"),
         ({"refresh": "sometimes"}, "--refresh"),
         ({"refresh": "64", "retention": 0.5, "tier": "local"}, "--refresh"),
         ({"tier": "local", "tier_ca": __file__}, r"tier\.certificate"),
