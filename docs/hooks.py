@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import SECTIONS, SETTINGS, Setting
@@ -47,7 +48,8 @@ def _settings_table(section: str) -> str:
 
 def _settings_row(setting: Setting) -> str:
     field = setting.field
-    default = "" if field.default is None else f"`{field.get_default(call_default_factory=True)}`"
+    value = str(field.get_default(call_default_factory=True)).replace(str(Path.home()), "~", 1)
+    default = "" if field.default is None else f"`{value}`"
     flags = " or ".join(f"`{flag}`" for flag in setting.flags)
     cells = (f"`{setting.key}`", flags, _cell(default), _cell(field.description or ""))
     return f"| {' | '.join(cells)} |"
