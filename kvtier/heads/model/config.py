@@ -37,7 +37,7 @@ def folder_of(model_path: str, revision: str | None = None) -> Path | None:
 
 
 # The files of a model that are downloaded: weights, configuration, tokenizer.
-_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 
 
 def located(model_path: str, revision: str | None = None) -> str:
