@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterable
 
 THOROUGH = bool(os.environ.get("TESTS_THOROUGH"))
-# This has what takes the CUDA compiler a minute compiled, too: .ci/run wants it.
-COMPILED = bool(os.environ.get("TESTS_COMPILED"))
 # The third of the files with slow tests that this run takes, 0, 1 or 2; None: all of them.
 TURN = int(os.environ["TESTS_TURN"]) % 3 if os.environ.get("TESTS_TURN") and not THOROUGH else None
 

@@ -31,7 +31,6 @@ from kvtier.errors import ConfigurationError
         ({"refresh": "turn", "retention": 0.5}, "--refresh"),
         ({"refresh": "turn", "tier": "local", "head_budgets": "equal"}, "--refresh"),
         ({"refresh": "sometimes"}, "--refresh"),
-        ({"refresh": "64", "retention": 0.5, "tier": "local"}, "--refresh"),
         ({"tier": "local", "tier_ca": __file__}, r"tier\.certificate"),
         ({"tier": "local", "tier_ca": "x", "tier_key": "x", "tier_certificate": "x"}, "--tier-ca"),
         ({"redis_url": "rediss://cache", "redis_key": __file__}, r"redis\.certificate"),

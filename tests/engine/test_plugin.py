@@ -81,10 +81,7 @@ def test_what_does_not_go_together_is_refused_by_name(said, flags, settings):
         compat.check_server_args(server_args(**flags), load_settings(**settings))
 
 
-def test_what_goes_together_is_taken(monkeypatch):
-    compat.check_server_args(server_args(tp_size=2), load_settings())
-    compat.check_server_args(server_args(enable_mixed_chunk=True), load_settings())
-    # On a GPU alone.
+def test_a_compiled_model_is_taken_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compat.torch.cuda, "is_available", lambda: True)
     compiled = server_args(enable_torch_compile=True, device="cpu")
     compat.check_server_args(compiled, load_settings(kernels="reference"))

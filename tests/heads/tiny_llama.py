@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,6 @@ def profile_of(*ca_heads: Sequence[int]) -> HeadProfile:
 def make_ids(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, VOCAB, (count,), generator=generator).tolist()
-
-
-Visible = Callable[[int, int, int], bool]
-"""(query position, key position, turn of the query's token) -> visible to locality heads."""
 
 
 def brute_force_logits(

@@ -91,8 +91,6 @@ def test_a_card_that_says_something_else_is_told(tmp_path, arguments, capsys):
         (("--model-path", "nowhere"), "--model-path: expected"),
         (("--target-nats", "-1"), "--target-nats: expected at least 0"),
         (("--seed", "-1"), "--seed: expected at least 0"),
-        (("--entries", "0"), "--entries: expected at least 1"),
-        (("--no-store-queries", "0"), "--no-store-queries: expected at least 1"),
     ],
 )
 def test_what_cannot_be_built_from_is_named(tmp_path, arguments, capsys, more, said):

@@ -74,17 +74,13 @@ def damage(folder: Path, kind: str) -> None:
         card.unlink()
     elif kind == "an unknown field":
         card.write_text(json.dumps(fields | {"else": 1}))
-    elif kind == "no number":
-        card.write_text(json.dumps(fields | {"requeue_above": float("nan")}))
     elif kind == "no tensors":
         tensors.unlink()
     else:
         tensors.write_bytes(tensors.read_bytes()[:-1] + b"x")
 
 
-@pytest.mark.parametrize(
-    "kind", ["no card", "an unknown field", "no number", "no tensors", "other tensors"]
-)
+@pytest.mark.parametrize("kind", ["no card", "an unknown field", "no tensors", "other tensors"])
 def test_a_damaged_memory_is_refused(folder, kind):
     damage(folder, kind)
     with pytest.raises(MemoryFileError):

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.calibration.keys import policy_digest
-from kvtier.cli import main
 from kvtier.config import load_settings
 from kvtier.errors import UsageError
 from kvtier.heads.profile import ModelShape, full_profile
@@ -156,15 +155,6 @@ def test_settings_that_no_scorer_serves_are_refused_by_name(asked, expected):
     settings = load_settings(**{"scorer": "reconstruction", "retention": 0.5} | asked)
     with pytest.raises(UsageError, match=expected):
         scorer_of(settings)
-
-
-def test_the_bench_and_calibration_take_the_scorer_by_flag(tmp_path, capsys):
-    from kvtier.bench.options import parse_options
-
-    assert parse_options(["--scorer", "keydiff"]).settings.scorer.name == "keydiff"
-    flags = ["--model-path", str(tmp_path), "--no-store", "--out", str(tmp_path)]
-    assert main(["calibrate", *flags, "--scorer", "best"]) == 2
-    assert "scorer: expected one of compactor" in capsys.readouterr().err
 
 
 # ---- selection

@@ -1,12 +1,10 @@
-"""The planner's benchmarks: what they refuse, how they judge, and what they leave behind."""
+"""The planner's benchmarks: how they judge, and what they leave behind."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-
-import pytest
 
 from benchmarks.planning import fleet_study, validation
 
@@ -39,15 +37,6 @@ def test_windows_are_scaled_for_the_run_and_restored_after_it():
         assert os.environ["KVTIER_LOCALITY_RECENT_TOKENS"] == "16"
         assert os.environ["KVTIER_LOCALITY_SINK_TOKENS"] == "4"
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize("program", [validation, fleet_study])
-def test_programs_want_a_trace(program, capsys):
-    with pytest.raises(SystemExit):
-        program.BENCHMARK.parse([])
-    assert "--trace" in capsys.readouterr().err
-    assert program.main(["--trace", "no-such-trace.jsonl", "--out", os.devnull]) == 2
-    assert "--trace: expected a readable file" in capsys.readouterr().err
 
 
 def test_agents_sessions_are_studied_in_every_arm(tmp_path: Path):

@@ -30,7 +30,7 @@ from benchmarks.soak.faults import (
     then_well,
 )
 from benchmarks.soak.models import EVERYTHING
-from benchmarks.soak.proxy import FLIPS, RESETS, SLOW, Proxy
+from benchmarks.soak.proxy import FLIPS, SLOW, Proxy
 from kvtier.errors import TierError
 from kvtier.tier.client import Landing, TierClient
 
@@ -95,17 +95,6 @@ def test_flipped_bits_are_found_by_who_reads_whichever_way_the_blob_went(proxy: 
         # The service was told, and has taken them out.
         assert set(read(client, damaged)) <= {Landing.LANDED, Landing.MISSING}
         assert set(read(client, sound)) == {Landing.LANDED}
-
-    behind(proxy, work)
-
-
-def test_connections_are_reset_in_the_middle_of_calls(proxy: Proxy) -> None:
-    def work(client: TierClient) -> None:
-        wait_for(lambda: stored(client, 1))
-        proxy.fault = RESETS
-        wait_for(lambda: not stored(client, 2) and proxy.done[RESETS] >= 3)
-        proxy.fault = None
-        wait_for(lambda: stored(client, 3))
 
     behind(proxy, work)
 

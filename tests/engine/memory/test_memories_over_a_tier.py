@@ -72,11 +72,6 @@ def test_a_session_behind_a_memory_comes_back_to_a_restarted_server(tmp_path, ti
     assert back["state"]["integrity"] == []
     # The test could tell one prefix's KV from the other's.
     assert stayed["rounds"][-count][0]["output_ids"] != stayed["rounds"][1 - count][0]["output_ids"]
-    # A server without memories finds nothing of a prefix that was never computed.
-    del rule["KVTIER_MEMORY"]
-    other = run_engine(tmp_path, ENGINE, rounds[2:3], rule)
-    assert other["rounds"][0][0]["cached_tokens"] == 0
-    assert "restored_requests" not in other["state"]["tier"]
 
 
 def test_a_turn_behind_a_memory_is_refreshed(tmp_path, tier, stored, rule):

@@ -1,5 +1,5 @@
 """The memories that ranks serve: those that the first one finds and all can read, or none. That
-ranks tell each other is in tests/engine/ranks/test_ranks.py.
+ranks tell each other is in test_serving_published_memories.py.
 """
 
 from __future__ import annotations

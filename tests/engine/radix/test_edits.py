@@ -1,5 +1,5 @@
 """The tree's part of a text that was edited: found, copied, and told apart. That the answers are
-those of transformers over the same entries is in tests/engine/serving/test_edited_answers.py.
+those of transformers over the same entries is in tests/engine/serving/test_cut_answers.py.
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ class Asked(Request):
     """A request with what SGLang's own tree reads of its Req, too."""
 
     session: None = None
-    session_id: None = None
     kv_rotation_base: None = None
-    extend_end: int = 0
 
 
 def tree(ours: bool, policy: str) -> BasePrefixCache:

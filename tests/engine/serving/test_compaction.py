@@ -18,7 +18,7 @@ from kvtier.calibration.documents import load_curve
 from kvtier.calibration.keys import policy_digest
 from kvtier.calibration.measuring import QUESTIONS
 from kvtier.config import load_settings
-from kvtier.heads.profile import HeadProfile, full_profile, load_profile
+from kvtier.heads.profile import full_profile, load_profile
 from kvtier.heads.reference.compaction import CompactingSession, ScoredSession
 from kvtier.retention.rules import locality_rule, scorer_of
 from kvtier.retention.scorers import SCORERS
@@ -32,9 +32,7 @@ STORED = load_profile(DEMO_MODEL / "head_profile.json")
 EVERY_HEAD = full_profile(STORED.shape)
 
 
-def compacting_rounds(
-    profile: HeadProfile, scorer: str, kv_dtype: torch.dtype | None
-) -> tuple[Rounds, list[Prompt]]:
+def compacting_rounds() -> tuple[Rounds, list[Prompt]]:
     """Sessions with long contexts for the engine, and the compacting reference's answers. Each goes
     on once more from its second turn.
 
@@ -55,8 +53,9 @@ def compacting_rounds(
 
     for _ in range(4):
         session = CompactingSession(
-            demo_model(), profile, RULE, 512, SCORERS[scorer](), kv_dtype=kv_dtype, in_pages=True
-        )
+            demo_model(), uneven_profile(), RULE, 512, SCORERS["compactor"](),
+            kv_dtype=torch.float8_e4m3fn, in_pages=True,
+        )  # fmt: skip
         keeping(session, SHARE)
         second = ask(session, (1, 400), ask(session, (300, 1500), None))
         fork = session.fork()
@@ -67,32 +66,22 @@ def compacting_rounds(
     return rounds, expected
 
 
-@pytest.mark.parametrize(
-    ("profile", "scorer", "kv", "setting"),
-    [
-        (uneven_profile(), "compactor", "fp8_e4m3", ("KVTIER_RETENTION", f"{SHARE}")),
-        (EVERY_HEAD, "keydiff", "auto", ("KVTIER_SHARE_RULE", f"retention={SHARE}")),
-    ],
-    ids=["compactor", "keydiff"],
-)
-def test_the_tokens_are_those_of_the_transformers_reference(tmp_path, profile, scorer, kv, setting):
-    """There are two ways to say the same share. The stored profile and the default scorer:
-    test_tier.py."""
-    profile.save(tmp_path / "profile.json")
-    kv_dtype = torch.float8_e4m3fn if kv == "fp8_e4m3" else None
-    rounds, expected = compacting_rounds(profile, scorer, kv_dtype)
+def test_the_tokens_are_those_of_the_transformers_reference(tmp_path):
+    """The stored profile and the default scorer: test_tier.py."""
+    uneven_profile().save(tmp_path / "profile.json")
+    rounds, expected = compacting_rounds()
     env = {
         **RULE_ENV,
-        **dict([setting]),
+        "KVTIER_RETENTION": f"{SHARE}",
         "KVTIER_HEAD_PROFILE": str(tmp_path / "profile.json"),
-        "KVTIER_SCORER": scorer,
+        "KVTIER_SCORER": "compactor",
     }
-    out = run_engine(tmp_path, {**ENGINE, "kv_cache_dtype": kv}, rounds, env)
+    out = run_engine(tmp_path, {**ENGINE, "kv_cache_dtype": "fp8_e4m3"}, rounds, env)
     assert said(out) == [[answer] for answer in expected]
     state = out["state"]
     assert state["compacted_tokens"] > 1000
     assert state["retention"]["reasons"]["share"] >= 4
-    assert state["retention"]["scorer"]["name"] == scorer
+    assert state["retention"]["scorer"]["name"] == "compactor"
 
 
 @pytest.mark.parametrize("competes", [False, True], ids=["of a profile", "compete"])

@@ -12,7 +12,6 @@ import pytest
 from demo_server import demo_server
 from waiting import wait_for
 
-from kvtier import cli
 from kvtier.traffic.formats import read_trace
 from kvtier.traffic.prefixes import traffic_of
 from kvtier.traffic.request_log import Logged, read_log
@@ -122,10 +121,3 @@ def test_the_planner_reads_the_log(run):
     first, second = (one.block_ids for one in trace.requests[:2])
     assert first[:2] == second[:2]
     assert first[2] != second[2]
-
-
-def test_the_log_is_explained(run, capsys):
-    assert cli.main(["trace", "explain", str(run.log), "--json"]) == 0
-    every = json.loads(capsys.readouterr().out)["all"]
-    assert every["tokens"] == every["hit"] + every["new"] + sum(every["recomputed"].values())
-    assert every["tokens"] == sum(one.tokens for one in run.told)

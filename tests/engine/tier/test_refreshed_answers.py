@@ -168,18 +168,6 @@ class RefreshedSession(ReferenceSession):
             for past in self.past
         ]
 
-    def _watch(self, scale: float) -> None:
-        """Note a pass over a generated token, before it."""
-        if self.when is None or not self.past:
-            return
-        if self.awaited:
-            self.again, self.awaited, self.due_in = self.awaited, {}, self.when.every
-            self.times_again += 1
-            return
-        self.due_in -= 1
-        if self.due_in == 0:
-            self.awaited = {layer: self._choose(layer, scale) for layer in self.again}
-
     def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         grouped = q[0].unflatten(0, (k.shape[1], -1))
         if layer not in self.again:

@@ -199,6 +199,7 @@ def test_connections_that_are_reset(tmp_path, memory_directory):
             engines.load_until(lambda enough=enough: engines.failed >= enough)
             proxy.fault = None
             engines.settle()
+        assert proxy.done[RESETS] >= 3
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO])
