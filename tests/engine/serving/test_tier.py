@@ -10,8 +10,10 @@ import pytest
 import torch
 from compressing import demo_model, keeping
 from engine_process import DEMO_MODEL, run_engine
+from live_server import ask
+from prometheus_client.parser import text_string_to_metric_families
 from sessions import one_by_one, said, said_in, tokens
-from tierd.live_tier import live_tier
+from tierd.live_tier import LiveTier, live_tier
 from tiered_engine import ENGINE, RULE, continued, run_never_missing
 
 from kvtier.heads.profile import load_profile
@@ -89,19 +91,27 @@ def test_a_fork_in_the_middle_of_a_compressed_context_answers_like_one_never_com
     assert forked["state"]["tier"]["restored_requests"] > 0
 
 
-def test_a_refresh_in_fp8_gives_the_same_tokens_however_exact_kv_comes(tmp_path, tier):
+def ways_of_gets(tier: LiveTier, namespace: str) -> set[str]:
+    """Return the ways that payloads of a namespace went from the tier: shared, stream."""
+    families = text_string_to_metric_families(ask(tier.metrics_url)[1])
+    every = next(one for one in families if one.name == "kvtier_tier_bytes")
+    wanted = {"direction": "get", "namespace": namespace}
+    return {one.labels["path"] for one in every.samples if wanted.items() <= one.labels.items()}
+
+
+def test_a_refresh_in_fp8_gives_the_same_tokens_however_exact_kv_comes(tmp_path):
     """Through shared memory, or over the network. In float32: tier/test_refreshed_answers.py."""
     rounds = one_by_one(sessions(2), NEW)
-    env = {
-        **RULE,
-        "KVTIER_TIER": tier.address,
-        "KVTIER_RETENTION": "0.25",
-        "KVTIER_REFRESH": "turn",
-    }
+    env = {**RULE, "KVTIER_RETENTION": "0.25", "KVTIER_REFRESH": "turn"}
     engine, found = {**ENGINE, "kv_cache_dtype": "fp8_e4m3"}, []
-    for shared in ("true", "false"):
-        # Each has a namespace of its own, or the second run would have nothing to compute.
-        wanted = {"KVTIER_TIER_SHARED_MEMORY": shared, "KVTIER_TIER_NAMESPACE": shared}
-        found.append(run_never_missing(tmp_path, rounds, env | wanted, engine))
-        assert found[-1]["state"]["tier"]["refreshed_turns"] == SESSIONS
+    (tmp_path / "shared").mkdir()
+    flags = ("--shared-memory", str(tmp_path / "shared"), "--metrics-port", "0")
+    with live_tier(tmp_path, "--memory", "512m", *flags) as tier:
+        env["KVTIER_TIER"] = tier.address
+        for shared, way in (("true", "shared"), ("false", "stream")):
+            # Each has a namespace of its own, or the second run would have nothing to compute.
+            wanted = {"KVTIER_TIER_SHARED_MEMORY": shared, "KVTIER_TIER_NAMESPACE": way}
+            found.append(run_never_missing(tmp_path, rounds, env | wanted, engine))
+            assert found[-1]["state"]["tier"]["refreshed_turns"] == SESSIONS
+            assert ways_of_gets(tier, way) == {way}
     assert said(found[0]) == said(found[1])
