@@ -6,20 +6,16 @@ import json
 import os
 import random
 import re
-import sys
-import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from calibration.redis_server import RedisServer
 from compressing import RULE_ENV
-from engine_process import DEMO_MODEL, REPOSITORY
-from live_server import free_port, serving
-from memory_samples import Stored, make_memory, tokens
-from waiting import SAFETY_S
+from demo_server import DEMO_MODEL, DemoServer, demo_server
+from memory_samples import Stored, make_memory
+from sessions import tokens
 
 from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.cli import main
@@ -41,36 +37,21 @@ def make(model: Any, folder: Path, name: str, kept_share: float = 0.1) -> Stored
     return make_memory(model, folder / name, LENGTHS[name], recipe, seed=LENGTHS[name])
 
 
-@dataclass
-class Server:
-    """A server as one asks it, and as operators do."""
+def reloads(server: DemoServer) -> bool:
+    body = {"server_args": {"kvtier_reload_memories": 1}}
+    return all(json.loads(server.post("/set_internal_state", body)))
 
-    url: str
-    log: Path
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=SAFETY_S) as answer:
-            return json.loads(answer.read())
+def answer(server: DemoServer, prefix: list[int]) -> list[int]:
+    return server.generate([*prefix, *OWN], NEW)["output_ids"]
 
-    def reloads(self) -> bool:
-        told = self.post("/set_internal_state", {"server_args": {"kvtier_reload_memories": 1}})
-        return all(told)
 
-    def answer(self, prefix: list[int]) -> list[int]:
-        params = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
-        body = {"input_ids": [*prefix, *OWN], "sampling_params": params}
-        return self.post("/generate", body)["output_ids"]
+def loaded(server: DemoServer) -> list[str]:
+    return [one["digest"] for one in server.state()["memories"]["loaded"]]
 
-    def loaded(self) -> list[str]:
-        with urllib.request.urlopen(f"{self.url}/server_info", timeout=SAFETY_S) as answer:
-            state = json.loads(answer.read())["internal_states"][0]["kvtier"]
-        return [one["digest"] for one in state["memories"]["loaded"]]
 
-    def said(self) -> str:
-        return self.log.read_text(errors="replace")
+def log(folder: Path) -> str:
+    return (folder / "server.log").read_text(errors="replace")
 
 
 @pytest.fixture
@@ -83,10 +64,9 @@ def redis() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def server(redis, tmp_path, monkeypatch) -> Iterator[Server]:
+def server(redis, tmp_path, monkeypatch) -> Iterator[DemoServer]:
     for name in [name for name in os.environ if name.startswith("KVTIER_")]:
         monkeypatch.delenv(name)
-    port, log = free_port(), tmp_path / "server.log"
     settings = {
         **RULE_ENV,
         **ranks_on_a_cpu(2),
@@ -95,13 +75,9 @@ def server(redis, tmp_path, monkeypatch) -> Iterator[Server]:
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    command = [
-        *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--tp-size", "2"),
-        *("--max-total-tokens", "4096", "--sleep-on-idle", "--memory", "store"),
-    ]
-    with serving(command, port, log=log, cwd=REPOSITORY) as url:
-        yield Server(url, log)
+    flags = ("--tp-size", "2", "--max-total-tokens", "4096", "--sleep-on-idle")
+    with demo_server(tmp_path, *flags, "--memory", "store") as started:
+        yield started
 
 
 def publish(folder: Path, name: str) -> None:
@@ -130,37 +106,37 @@ def test_what_is_published_is_served_from_the_next_reload_on(redis, server, tmp_
     assert all(behind[name] != exact[name] for name in LENGTHS)
 
     def served() -> dict[str, Sequence[int]]:
-        return {name: server.answer(ids) for name, ids in prefixes.items()}
+        return {name: answer(server, ids) for name, ids in prefixes.items()}
 
-    assert "no prefix memory is served until they are read again" in server.said()
-    assert server.loaded() == []
+    assert "no prefix memory is served until they are read again" in log(tmp_path)
+    assert loaded(server) == []
     assert served() == exact
-    assert not server.reloads(), "the store is still away"
+    assert not reloads(server), "the store is still away"
 
     redis.start()
     for name in LENGTHS:
         publish(tmp_path, name)
-    assert server.reloads()
+    assert reloads(server)
     assert served() == behind
-    assert set(server.loaded()) == {one.memory.digest for one in memories.values()}
+    assert set(loaded(server)) == {one.memory.digest for one in memories.values()}
 
     assert main(["memory", "withdraw", "formats"]) == 0
-    assert server.reloads()
+    assert reloads(server)
     assert served() == {"tools": behind["tools"], "formats": exact["formats"]}
 
     rebuilt = make(model, tmp_path, "tools", 0.3).memory
-    assert not server.reloads(), "what is there was never published"
-    assert re.search("prefix memory 'tools' in .*: memory .* was published, but", server.said())
-    assert server.loaded() == [memories["tools"].memory.digest]
+    assert not reloads(server), "what is there was never published"
+    assert re.search("prefix memory 'tools' in .*: memory .* was published, but", log(tmp_path))
+    assert loaded(server) == [memories["tools"].memory.digest]
     assert served() == {"tools": behind["tools"], "formats": exact["formats"]}
 
     publish(tmp_path, "tools")
-    assert server.reloads()
-    assert server.loaded() == [rebuilt.digest]
+    assert reloads(server)
+    assert loaded(server) == [rebuilt.digest]
     (newest,) = answers(model, {"tools": MemoryPrefix(rebuilt.layers)}).values()
-    assert server.answer(prefixes["tools"]) == newest
+    assert answer(server, prefixes["tools"]) == newest
 
     redis.stop()
-    assert not server.reloads()
-    assert server.loaded() == [rebuilt.digest]
-    assert server.answer(prefixes["tools"]) == newest
+    assert not reloads(server)
+    assert loaded(server) == [rebuilt.digest]
+    assert answer(server, prefixes["tools"]) == newest

@@ -8,14 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
-from engine_process import DEMO_MODEL
-from live_server import free_port, serving
+from live_server import ask, free_port, serving
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import SAFETY_S, wait_for
+from waiting import wait_for
 
+DEMO_MODEL = Path(__file__).resolve().parents[1] / "models" / "kvtier-demo"
 # A request that ends by its length.
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -32,16 +30,7 @@ class DemoServer:
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:  # fmt: skip
         """The status and the text of the answer. headers: of all calls, if others."""
-        own = self._key if headers is None else headers
-        data = None if body is None else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **own}
-        request = Request(self.url + path, data, sent, method=method)
-        try:
-            with urlopen(request, timeout=SAFETY_S) as answer:
-                return answer.status, answer.read().decode()
-        except HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
+        return ask(self.url + path, body, self._key if headers is None else headers, method)
 
     def get(self, path: str) -> str:
         status, text = self.call(path)
@@ -69,13 +58,13 @@ class DemoServer:
         wait_for(lambda: self.call("/flush_cache", {})[0] == 200)
 
     def samples(self) -> dict[str, float]:
-        """Return kvtier's metrics, by name and the labels beside the model's."""
+        """Return kvtier's metrics, by name and the labels beside the model's, which all have."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self.get("/metrics/")):
             for one in family.samples:
-                own = [value for name, value in one.labels.items() if name != "model_name"]
                 if one.name.startswith("kvtier_"):
-                    found[" ".join([one.name, *own])] = one.value
+                    assert one.labels.pop("model_name") == str(DEMO_MODEL)
+                    found[" ".join([one.name, *one.labels.values()])] = one.value
         return found
 
 
