@@ -1,8 +1,9 @@
-"""The differences between the versions of SGLang that tests run with."""
+"""The routes of SGLang's server, and the differences between the versions that tests run with."""
 
 from __future__ import annotations
 
 from collections.abc import Set
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,15 @@ needs_drafts = pytest.mark.skipif(
 needs_response_templates = pytest.mark.skipif(
     sglang_version() < (0, 5, 23), reason="this SGLang reads no calls by a response template"
 )
+
+
+def routes() -> list[Any]:
+    """Return all routes of SGLang's server."""
+    from sglang.srt.entrypoints.http_server import app
+
+    # FastAPI keeps what was included as one route of many.
+    included = [getattr(route, "original_router", None) for route in app.routes]
+    return [*app.routes, *(one for router in included if router for one in router.routes)]
 
 
 def unreviewed(found: Set[str], known: Set[str]) -> Set[str]:

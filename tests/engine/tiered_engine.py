@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ RULE = {
 }
 # The same where heads compete.
 COMPETING_RULE = {name: value for name, value in RULE.items() if name != "KVTIER_HEAD_PROFILE"}
+
+
+def as_flags(settings: Mapping[str, str]) -> list[str]:
+    """Return the flags of a server that stand for settings of its environment."""
+    names = (name.removeprefix("KVTIER_").lower().replace("_", "-") for name in settings)
+    pairs = zip(names, settings.values(), strict=True)
+    return [text for name, value in pairs for text in (f"--{name}", value)]
 
 
 def continued(

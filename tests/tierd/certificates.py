@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,6 +35,13 @@ def subject(common_name: str | None) -> x509.Name:
     if common_name is None:
         return x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, "unnamed")])
     return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+
+
+def replaced(path: Path, content: bytes) -> None:
+    """Replace a file as people do: a new file is moved into place."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    os.replace(new, path)
 
 
 class Authority:

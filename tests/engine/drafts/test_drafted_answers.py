@@ -11,6 +11,7 @@ import random
 import pytest
 from compressing import POLICIES, RULE_ENV
 from engine_process import DEMO_MODEL, run_engine
+from sessions import said
 from tierd.live_tier import live_tier
 from tiered_engine import RULE as TIERED_RULE
 
@@ -47,11 +48,6 @@ def rounds(*, one_by_one: bool) -> list[list[dict]]:
         for index in range(4):
             asked[step][index]["continues"] = [index, 0] if one_by_one else [0, index]
     return alone if one_by_one else asked
-
-
-def said(out: dict) -> list[list[list[int]]]:
-    assert out["state"]["integrity"] == []
-    return [[one["output_ids"] for one in requests] for requests in out["rounds"]]
 
 
 def accepted(out: dict) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine_process import DEMO_MODEL
+from sessions import tokens
 
 from kvtier.memory.building import JUDGING_SHARE, assemble, collected, with_requeueing
 from kvtier.memory.card import Identity
@@ -14,10 +15,6 @@ from kvtier.memory.collecting import prefix_kv
 from kvtier.memory.recipe import Recipe
 from kvtier.memory.storage import Card, PrefixMemory, load, save
 from kvtier.memory.traces import Trace, split
-
-
-def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(6, 384) for _ in range(count)]
 
 
 class Stored(NamedTuple):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from engine_process import run_engine
-from memory_samples import Stored, tokens
+from memory_samples import Stored
+from sessions import tokens
 from tierd.live_tier import live_tier
 from tiered_engine import ENGINE, RULE, continued, run_never_missing
 

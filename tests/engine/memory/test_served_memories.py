@@ -13,7 +13,7 @@ import pytest
 import torch
 from compressing import POLICIES, RULE
 from engine_process import DEMO_MODEL, retractions, run_engine, run_script
-from memory_samples import tokens
+from sessions import said, tokens
 
 from benchmarks.common.engines import ranks_on_a_cpu
 from kvtier.heads.reference.attention import AttentionState
@@ -37,11 +37,6 @@ ENGINE = {
 }
 NEW = 6
 FUZZER = Path(__file__).parents[1] / "fuzz_runner.py"
-
-
-def said(out: dict[str, Any]) -> list[list[list[int]]]:
-    assert out["state"]["integrity"] == []
-    return [[request["output_ids"] for request in requests] for requests in out["rounds"]]
 
 
 def expected(

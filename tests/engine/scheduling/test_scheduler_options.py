@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import pytest
 from compressing import POLICIES, RULE_ENV, uneven_profile
 from engine_process import DEMO_MODEL, run_engine, run_script
+from sessions import tokens
 from sglang.srt.server_args import ServerArgs
 
 pytestmark = pytest.mark.engine
@@ -31,14 +32,10 @@ SMALL = {
 def requests(count: int = 24) -> list[dict[str, Any]]:
     """Two beginnings that all share, and something of one's own."""
     rng = random.Random(11)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(6, 384) for _ in range(count)]
-
-    beginnings = [tokens(300), tokens(500)]
+    beginnings = [tokens(rng, 300), tokens(rng, 500)]
     return [
         {
-            "input_ids": [*beginnings[i % 2], *tokens(rng.randrange(10, 120))],
+            "input_ids": [*beginnings[i % 2], *tokens(rng, rng.randrange(10, 120))],
             "max_new_tokens": rng.randrange(20, 60),
             "priority": rng.randrange(3) if i % 2 else None,
             "routing_key": f"key-{i % 3}",

@@ -16,17 +16,10 @@ import pytest
 from engine_process import DEMO_MODEL, run_engine
 from live_server import free_port, stop, wait_until_healthy
 from tierd.live_tier import live_tier
+from tiered_engine import RULE, as_flags
 from waiting import SAFETY_S, wait_for
 
 pytestmark = pytest.mark.engine
-
-SETTINGS = {
-    "locality-sink-tokens": "32",
-    "locality-recent-tokens": "64",
-    "locality-branch-recent-tokens": "24",
-    "tier-span-tokens": "64",
-    "head-profile": str(DEMO_MODEL / "head_profile.json"),
-}
 
 
 def test_the_newest_turn_reaches_the_tier_before_the_server_ends(tmp_path):
@@ -37,9 +30,8 @@ def test_the_newest_turn_reaches_the_tier_before_the_server_ends(tmp_path):
             **{"model_path": str(DEMO_MODEL), "max_total_tokens": 8000},
             **{"attention_backend": "kvtier", "radix_cache_backend": "kvtier"},
         }
-        env = {f"KVTIER_{name.upper().replace('-', '_')}": v for name, v in SETTINGS.items()}
         again = {"input_ids": [*prompt, *answer, 7, 8, 9], "max_new_tokens": 1}
-        out = run_engine(tmp_path, engine, [[again]], {**env, "KVTIER_TIER": tier.address})
+        out = run_engine(tmp_path, engine, [[again]], {**RULE, "KVTIER_TIER": tier.address})
     # The last token of an answer has no KV yet.
     assert out["rounds"][0][0]["cached_tokens"] == len(prompt) + len(answer) - 1
 
@@ -51,13 +43,12 @@ def ask_and_end(folder, prompt: list[int], tier) -> list[int]:
     refused, or it would wait for an answer that nobody gives, and the server for that.
     """
     port = free_port()
-    flags = [text for name, value in SETTINGS.items() for text in (f"--{name}", value)]
     command = [
         *(sys.executable, "-m", "kvtier", "serve", "--model-path", str(DEMO_MODEL)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
         *("--max-total-tokens", "8000", "--data-dir", str(folder / "data")),
-        *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *flags),
-        *("--tier-drain-s", "12"),
+        *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address),
+        *("--tier-drain-s", "12", *as_flags(RULE)),
     ]
     log = folder / "server.log"
     environment = os.environ | {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"}

@@ -15,6 +15,7 @@ import pytest
 from demo_server import DemoServer, demo_server
 from engine_process import DEMO_MODEL
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang_versions import routes
 from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
@@ -59,12 +60,8 @@ ENDED_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/sto
 
 def endpoints() -> list[tuple[str, str]]:
     """(method, path) of every endpoint."""
-    from sglang.srt.entrypoints.http_server import app
-
-    # FastAPI keeps what was included as one route of many.
-    included = [getattr(route, "original_router", None) for route in app.routes]
-    routes = [*app.routes, *(one for router in included if router for one in router.routes)]
-    return sorted({(method, one.path) for one in routes for method in getattr(one, "methods", ())})
+    methods = {(method, one.path) for one in routes() for method in getattr(one, "methods", ())}
+    return sorted(methods)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
 import pytest
 from demo_server import DemoServer, demo_server
 from sessions import tokens
-from test_drain import SETTINGS
-from tierd.certificates import Authority
+from tierd.certificates import Authority, replaced
 from tierd.live_tier import live_tier
+from tiered_engine import RULE, as_flags
 from waiting import SAFETY_S, wait_for
 
 from kvtier.errors import TierUnavailableError
@@ -26,14 +25,12 @@ STORED_TOKENS = 1984
 
 
 def issue(folder: Path, authority: Authority, common_name: str) -> TlsPaths:
-    """Files of one end, all three of this authority; moved into place as people do."""
+    """Files of one end, all three of this authority."""
     folder.mkdir(exist_ok=True)
     paths = TlsPaths(folder / "ca.pem", folder / "own.pem", folder / "own.key")
     contents = (authority.pem, *authority.issue(common_name))
     for path, content in zip((paths.ca, paths.certificate, paths.key), contents, strict=True):
-        new = path.with_suffix(".new")
-        new.write_bytes(content)
-        os.replace(new, path)
+        replaced(path, content)
     return paths
 
 
@@ -58,13 +55,12 @@ def restores(server: DemoServer, prompt: list[int], answer: list[int]) -> bool:
 
 
 def flags_of(address: str, tls: TlsPaths) -> list[str]:
-    flags = SETTINGS | {
-        **{"max-total-tokens": "8000", "tier-patience-s": "600", "tier-timeout-s": "60"},
-        **{"tier": address, "tier-namespace": NAMESPACE, "tier-ca": str(tls.ca)},
-        **{"tier-certificate": str(tls.certificate), "tier-key": str(tls.key)},
-    }
-    given = [text for name, value in flags.items() for text in (f"--{name}", value)]
-    return ["--skip-tokenizer-init", *given]
+    return [
+        *("--skip-tokenizer-init", "--max-total-tokens", "8000", *as_flags(RULE)),
+        *("--tier-patience-s", "600", "--tier-timeout-s", "60"),
+        *("--tier", address, "--tier-namespace", NAMESPACE, "--tier-ca", str(tls.ca)),
+        *("--tier-certificate", str(tls.certificate), "--tier-key", str(tls.key)),
+    ]
 
 
 def test_an_engine_goes_on_with_certificates_of_a_new_authority(tmp_path):

@@ -10,24 +10,14 @@ from typing import NamedTuple
 
 import pytest
 from demo_server import GREEDY, DemoServer, demo_server
-from engine_process import CLEAN_ENVIRONMENT, DEMO_MODEL
+from engine_process import CLEAN_ENVIRONMENT
 from otlp_collector import Collector, Span, collecting
 from tierd.live_tier import live_tier
+from tiered_engine import RULE, as_flags
 from waiting import wait_for
 
 pytestmark = pytest.mark.engine
 
-RULE = {
-    "locality-sink-tokens": "32",
-    "locality-recent-tokens": "64",
-    "locality-branch-recent-tokens": "24",
-    "tier-span-tokens": "64",
-    "tier-timeout-s": "60",
-    "tier-patience-s": "600",
-    "retention": "0.5",
-    "refresh": "turn",
-    "head-profile": str(DEMO_MODEL / "head_profile.json"),
-}
 # The context of the client that asks: W3C Trace Context.
 TRACE_ID, CLIENT_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -48,12 +38,12 @@ def traced(tmp_path_factory) -> Iterator[Traced]:
         for name in set(CLEAN_ENVIRONMENT):
             patch.setenv(name, CLEAN_ENVIRONMENT[name])
         patch.setenv("SGLANG_OTLP_EXPORTER_SCHEDULE_DELAY_MILLIS", "100")
-        settings = [text for name, value in RULE.items() for text in (f"--{name}", value)]
         server = demo_server(
             folder,
             *("--max-total-tokens", "8000", "--chunked-prefill-size", "512"),
-            *("--skip-tokenizer-init", "--sleep-on-idle", "--tier", tier.address, *settings),
-            *("--no-tier-shared-memory", "--enable-trace"),
+            *("--skip-tokenizer-init", "--sleep-on-idle", "--enable-trace", *as_flags(RULE)),
+            *("--tier", tier.address, "--tier-timeout-s", "60", "--tier-patience-s", "600"),
+            *("--no-tier-shared-memory", "--retention", "0.5", "--refresh", "turn"),
             *("--otlp-traces-endpoint", collector.address),
         )
         yield Traced(stack.enter_context(server), collector)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from certificates import DAY, Authority, encrypted, serial
+from certificates import DAY, Authority, encrypted, replaced, serial
 from live_tier import InProcessTier, blob_of, fetch, in_process, key_of, payload_of
 from waiting import SAFETY_S
 
@@ -21,13 +20,6 @@ from kvtier.tier.client import TierClient, TlsFiles, TlsPaths
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.limits import Limits
-
-
-def replaced(path: Path, content: bytes) -> None:
-    """Replace a file as people do: a new file is moved into place."""
-    new = path.with_suffix(".new")
-    new.write_bytes(content)
-    os.replace(new, path)
 
 
 class Tls:
