@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from sglang_versions import needs_response_templates
 from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
+from kvtier.traffic.transcripts import Turn
+from kvtier_sglang.check import engines
 from kvtier_sglang.check.command import main
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -73,8 +77,8 @@ def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any
         timeout=SAFETY_S,
     )
     printed = done.stdout + done.stderr
-    assert out.is_file() or done.returncode == 2, printed[-4000:]
-    return done.returncode, json.loads(out.read_text()) if out.is_file() else {}, printed
+    assert out.is_file(), printed[-4000:]
+    return done.returncode, json.loads(out.read_text()), printed
 
 
 @pytest.mark.slow
@@ -119,12 +123,23 @@ def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
     assert found["settings"]["retention"] == "0.02"
 
 
-@pytest.mark.engine
-@needs_response_templates
-def test_a_session_that_does_not_fit_the_pool_is_refused_in_a_sentence(tmp_path, recorded):
-    code, _, printed = check(tmp_path, recorded, "--max-total-tokens", "800")
-    assert code == 2
-    assert "error: --transcripts: expected turns that the server takes, of which one has" in printed
+class Refusing:
+    """An engine that takes no request."""
+
+    tokenizer_manager = SimpleNamespace(model_config=SimpleNamespace(context_len=4096))
+
+    async def async_generate(self, **_: Any) -> dict[str, Any]:
+        raise ValueError("the input is longer than the pool")
+
+
+def test_a_turn_that_an_engine_refuses_is_told_in_a_sentence():
+    """Of two sessions, which both fail."""
+    sessions = [[Turn([7] * 900, [8])]] * 2
+    asker = engines._Asker(Refusing())
+    every = engines._each(asker, "full KV", engines._all_said, sessions, 2, (12,))
+    expected = "^--transcripts: expected turns that the server takes, of which one has 900 tokens, "
+    with pytest.raises(UsageError, match=f"{expected}got 'the input is longer than the pool'"):
+        asyncio.run(every)
 
 
 def test_sessions_of_one_answer_and_unknown_parsers_are_refused(tmp_path):

@@ -60,8 +60,8 @@ ENDED_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/sto
 
 def endpoints() -> list[tuple[str, str]]:
     """(method, path) of every endpoint."""
-    methods = {(method, one.path) for one in routes() for method in getattr(one, "methods", ())}
-    return sorted(methods)
+    found = {(method, one.path) for one in routes() for method in getattr(one, "methods", ())}
+    return sorted(found)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
