@@ -190,11 +190,14 @@ def obey(connection: socket.socket) -> None:
 
 
 def run(arguments: list[str]) -> None:
-    """Run what Python would with these arguments: `-m module …` or `script …`."""
+    """Run what Python would with these arguments: `-m module …`, `-c code …` or `script …`."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = list(arguments)
         sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = re.compile(
-    r"-m kvtier serve|-m kvtier\.bench\.worker|-m benchmarks\.[a-z_.]+(engine|worker)|"
-    r"/\S*/tests/engine/(ranks/|scheduling/)?[a-z_]+\.py"
+    r"-m kvtier (check|serve)|-m kvtier\.bench\.worker|-m benchmarks\.[a-z_.]+(engine|worker)|"
+    r"-c from multiprocessing\.spawn import|/\S*/tests/engine/(ranks/|scheduling/)?[a-z_]+\.py"
 )
 FOLDER = "TESTS_FORK_SERVERS"
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -54,12 +54,14 @@ HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 
 def take_over() -> None:
     """Have a fork run this process, if it was started for one of COMMANDS, and do not return."""
-    if not COMMANDS.match(" ".join(sys.orig_argv[1:])):
+    # A spawned process is told by a flag what PYTHONDONTWRITEBYTECODE tells the fork server.
+    arguments = [one for one in sys.orig_argv[1:] if one != "-B"]
+    if not COMMANDS.match(" ".join(arguments)):
         return
     with connected(Path(os.environ[FOLDER]), dict(os.environ)) as connection:
         files = [number for number in open_files() if number != connection.fileno()]
         job = {
-            "arguments": sys.orig_argv[1:],
+            "arguments": arguments,
             "environment": dict(os.environ),
             "folder": os.getcwd(),
             "files": files,

@@ -81,7 +81,6 @@ def check(folder: Path, recorded: Path, *flags: str) -> tuple[int, dict[str, Any
     return done.returncode, json.loads(out.read_text()), printed
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 @needs_response_templates
 def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
@@ -103,7 +102,6 @@ def test_what_keeps_everything_loses_nothing(tmp_path, recorded):
     assert (tmp_path / "check.html").read_text().count("<svg") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 @needs_response_templates
 def test_what_drops_most_is_told_and_fails_its_bounds(tmp_path, recorded):
