@@ -10,7 +10,9 @@ from typing import Any
 from sglang.srt.arg_groups import model_hook
 from sglang.srt.managers.schedule_policy import AddReqResult
 
+from kvtier.errors import UsageError
 from kvtier_sglang import compat
+from kvtier_sglang.pool.allocator import BundleAllocator
 from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.radix.cache import KvtierRadixCache
 from kvtier_sglang.request_options import wants_exact
@@ -181,6 +183,19 @@ def fit_exact(result: None, scheduler: Any, req: Any) -> None:
     # SGLang counts like this: a page beside, and the last token has no KV.
     asked.max_new_tokens = max(0, min(asked.max_new_tokens, size - tokens - 2))
     asked.min_new_tokens = min(asked.min_new_tokens, asked.max_new_tokens)
+
+
+def refuse_beams(
+    original: Callable[..., str | None], coordinator: Any, req: Any, recv_req: Any
+) -> str | None:
+    """AROUND BeamCoordinator.validate_and_init, which returns what is wrong with a request that
+    asks for beams: SGLang gives the beams rows of its own table alone, and where tokens may have no
+    slot attention reads kvtier's."""
+    allocator = coordinator.token_to_kv_pool_allocator
+    if isinstance(allocator, BundleAllocator) and allocator.has_gaps:
+        expected = "1 beside a share, a head profile or a memory"
+        return str(UsageError("beam_width", expected, req.sampling_params.beam_width))
+    return original(coordinator, req, recv_req)
 
 
 def make_room_for_drafts(original: Callable[[], int]) -> int:

@@ -37,6 +37,7 @@ _WEIGHTS = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 _POOLS = "sglang.srt.mem_cache"
 _CONFIGURATOR = f"{_POOLS}.kv_cache_configurator.KVCacheConfigurator"
 _ARGUMENTS = "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments"
+_BEAMS = "sglang.srt.beam_search.coordinator.BeamCoordinator.validate_and_init"
 # The operations that can change weights: updates, what restores or packs them, memory that comes
 # back without them, and a check that overwrites them.
 WEIGHT_CHANGES = (
@@ -83,6 +84,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         f"{_SCHEDULER}.init_req_max_new_tokens": (hooks.fit_exact, after),
         f"{_SCHEDULER}.process_batch_result": (on_requests.process_batch_result, around),
         f"{_SCHEDULER}.abort_request": (on_requests.abort_request, before),
+        _BEAMS: (hooks.refuse_beams, around),
         f"{_ADDER}._check_prefill_budget": (hooks.admit_streaming, around),
         f"{_ADDER}._select_prefill_admission": (hooks.cap_prefill_at_reuse, around),
         f"{_ADDER}.add_chunked_req": (hooks.cap_chunk_at_reuse, before),

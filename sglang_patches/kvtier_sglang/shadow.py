@@ -11,7 +11,7 @@ for answers that are drawn at temperature 1 its mean is the KL divergence of bot
 All of it happens in the process that takes requests, at its tokenizer manager, whose clients see
 nothing of it. A request that comes meanwhile stops the second computation, which begins again when
 nothing is under way. Answers that something else than the model had a part in (grammars, penalties,
-biases of logits, adapters) are not compared, nor exact ones.
+biases of logits, beams, adapters) are not compared, nor exact ones.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_WAITING = 8
 MOST_STARTS = 5
 # The time between two looks at whether anything is under way, while a turn waits, s.
 IDLE_CHECK_S = 0.1
-_CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
+_CONSTRAINTS = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "beam_width")
 _PENALTIES = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
     "min_new_tokens": 0,

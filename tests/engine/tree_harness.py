@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,12 @@ from kvtier_sglang.refresh.refresher import AdaptiveRefresher, ProfileRefresher
 from kvtier_sglang.refresh.turn_refresh import TurnRefresh
 from kvtier_sglang.tier.codec import SpanCodec
 from kvtier_sglang.tier.connector import TierConnector
+from kvtier_sglang.tier.scopes import with_memory
 
 # Digests are large numbers: attention over them would only ever see the largest.
 QUERY_SCALE = 1e-4
+# The extra key of requests behind a memory.
+MEMORY_KEY = with_memory(None, "0" * 16)
 PROFILE = HeadProfile(model="test", shape=SHAPE, method="test", ca_heads=((), (1,)))
 
 
@@ -69,6 +72,19 @@ class Unchanging:
 
     def adapter(self, lora_id: str) -> str | None:
         return lora_id
+
+
+@dataclass
+class OneMemory:
+    """A bank of one memory, which stands for a prefix."""
+
+    prefix_ids: tuple[int, ...]
+
+    def named(self, digest: str) -> Any:
+        return self
+
+    def cache_flushed(self) -> None:
+        pass
 
 
 class MiniScheduler:
@@ -88,9 +104,13 @@ class MiniScheduler:
         adaptive: bool = False,
         bits: int | None = None,
         reuse: int | None = None,
+        packs: bool = True,
+        memory: Sequence[int] = (),
     ):
         """adaptive: every head is CA, and heads compete for what is kept. bits: of its codes.
-        reuse: least tokens of a run that is taken from behind an edit; None: none is."""
+        reuse: least tokens of a run that is taken from behind an edit; None: none is. packs: False
+        where nothing is compressed. memory: prefix of which requests with MEMORY_KEY have a
+        memory."""
         merges = refresh is not None and refresh.merges
         self.pool = HeadPagedKVPool(
             size,
@@ -99,7 +119,7 @@ class MiniScheduler:
             dtype=torch.float32,
             device="cpu",
             state_width=None if share is None else 0 if adaptive else Compactor.state_width,
-            packs=True,
+            packs=packs,
             votes=SHAPE.group_size if merges else int(not adaptive),
             bits=bits,
         )
@@ -115,8 +135,10 @@ class MiniScheduler:
         )
         self.rule = LocalityRule(sink, recent, branch)
         rotary = [None] * SHAPE.num_layers
-        selection: PackedSelection
-        if adaptive:
+        selection: PackedSelection | None = None
+        if not packs:
+            pass
+        elif adaptive:
             selection = AdaptiveSelection(self.pool, AnyOrder(), rotary)
         else:
             selection = ProfileSelection(
@@ -153,6 +175,7 @@ class MiniScheduler:
             params,
             compressor,
             tier=tier,
+            memories=OneMemory(tuple(memory)) if memory else None,
             turner=None if reuse is None else KeyTurner(self.pool, rotary),
             least_reused=reuse or 0,
         )
@@ -164,7 +187,7 @@ class MiniScheduler:
             )
             self.tree.refresh = TurnRefresh(refresher, tier)
         # Columns that keep one entry for all, see `check_packed`.
-        self.means = [] if adaptive else selection._means
+        self.means = selection._means if isinstance(selection, ProfileSelection) else []
         self.running: list[Request] = []
         self.free_rows = list(range(1, 16))
 
@@ -244,7 +267,8 @@ class MiniScheduler:
         self.rows.req_to_token[request.kv.req_pool_idx, begin:end] = slots.to(torch.int32)
         ids = request.full_untruncated_fill_ids
         values = torch.tensor([digest(ids[: p + 1]) for p in range(begin, end)])
-        shown = values if self.pool.packed.coded is None else CODED_UNIT * values
+        coded = self.pool.packed is not None and self.pool.packed.coded is not None
+        shown = CODED_UNIT * values if coded else values
         block = shown[:, None, None].expand(-1, SHAPE.num_kv_heads, self.pool.head_dim)
         for layer in self.pool.kv:
             for side in layer:

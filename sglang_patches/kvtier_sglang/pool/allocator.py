@@ -32,6 +32,8 @@ class BundleAllocator(TokenToKVPoolAllocator):
 
     def __init__(self, pool: HeadPagedKVPool) -> None:
         self.changed = True
+        # True where tokens may have no slot: what compression took, or a memory stands for.
+        self.has_gaps = pool.packed is not None
         # The tree replaces this by its own check, which includes ours.
         self.owner_check: Callable[[], list[str]] = self.check_integrity
         # Slots that a prompt of so many tokens holds at most; the tree knows of fewer.

@@ -108,6 +108,7 @@ class KvtierRadixCache(VariantRadixTree):
         self.requests = RequestStates()
         super().__init__(params, compressor.rule, ranks or Ranks())
         self.streaming = Streaming(self, compressor, compress_prefill, chunk_tokens)
+        self.allocator.has_gaps |= memories is not None
         self.allocator.prompt_slots = self.streaming.slots
         self.edits = None if turner is None else Edits(self, turner, least_reused)
         self.log = log

@@ -15,11 +15,13 @@ import pytest
 from demo_server import DemoServer, demo_server
 from engine_process import DEMO_MODEL
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_versions import routes
+from tree_harness import MiniScheduler
 from waiting import SAFETY_S
 
 from kvtier.errors import UsageError
-from kvtier_sglang import requests
+from kvtier_sglang import hooks, requests
 
 IDS = [7, 8, 9, 10]
 SAMPLING = {"max_new_tokens": 2, "temperature": 0}
@@ -75,6 +77,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown to kvtier": (
         "/generate",
         {"input_ids": IDS, "sampling_params": SAMPLING | {"custom_params": {"kvtier": {"x": 1}}}},
+    ),
+    "beams beside a share": (
+        "/generate",
+        {"input_ids": IDS, "sampling_params": SAMPLING | {"beam_width": 2}},
     ),
     "release": ("/release_memory_occupation", {}),
     "resume": ("/resume_memory_occupation", {}),
@@ -177,6 +183,19 @@ def test_pictures_that_turn_keys_are_refused_where_keys_are_compared(monkeypatch
         requests.check_request(manager(is_mrope=True), asked, IDS)
     requests.check_request(manager(is_mrope=True), GenerateReqInput(input_ids=IDS), IDS)
     requests.check_request(manager(), asked, IDS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "refused"),
+    [({"packs": False}, False), ({}, True), ({"packs": False, "memory": IDS}, True)],
+    ids=["nothing is compressed", "a share", "a memory"],
+)
+def test_beams_are_refused_where_attention_reads_rows_that_they_do_not_have(shape, refused):
+    coordinator = SimpleNamespace(token_to_kv_pool_allocator=MiniScheduler(**shape).allocator)
+    req = SimpleNamespace(sampling_params=SamplingParams(beam_width=2))
+    said = hooks.refuse_beams(lambda *args: None, coordinator, req, None)
+    expected = "beam_width: expected 1 beside a share, a head profile or a memory, got 2"
+    assert said == (expected if refused else None)
 
 
 def test_a_server_without_kvtier_is_left_as_it_is():
