@@ -38,16 +38,19 @@ def check_packed(
 ) -> None:
     """Ordinary entries hold the digest of their own prefix, packed ones that of a token of their
     span, each once; columns of `means` hold one entry of it with the votes of all."""
-    unit = 1.0 if pool.packed.coded is None else CODED_UNIT
+    packed = pool.packed
+    unit = 1.0 if packed is None or packed.coded is None else CODED_UNIT
     expected = unit * torch.tensor([digest(tokens[: p + 1]) for p in range(len(row))])
-    spans = {int(span.slots[0]): span for span in pool.packed.in_row(row)}
+    in_row = () if packed is None else packed.in_row(row)
+    spans = {int(span.slots[0]): span for span in in_row}
     moved = torch.zeros(len(row), dtype=torch.bool)
     for one in node.path():
         part = slice(one.start + one.dropped.begin, one.start + one.dropped.end)
         span = spans.pop(int(row[part][0]), None) if one.dropped.num_tokens else None
+        # A memory stands for a node that holds nothing.
+        moved[part] = span is not None or not one.num_slots
         if span is None:
             continue
-        moved[part] = True
         if span.coded is not None:
             keys, values = pool.packed.decoded(span)
             for found in (keys[:, 0], values[:, 0]):

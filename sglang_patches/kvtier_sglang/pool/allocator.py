@@ -88,7 +88,7 @@ class BundleAllocator(TokenToKVPoolAllocator):
         """free_index: of any integer type: SGLang frees what an aborted or retracted request has
         straight from its row of int32. 0 where a token has no slot any more."""
         free_index = free_index.to(torch.int64)
-        if self.pool.packed is not None:
+        if self.has_gaps:
             free_index = free_index[free_index > 0]
         if free_index.numel() == 0:
             return

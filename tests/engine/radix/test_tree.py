@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.sampling.sampling_params import SamplingParams
 from thorough import THOROUGH
-from tree_harness import MiniScheduler, matched, random_life, run_turn
+from tree_harness import MEMORY_KEY, MiniScheduler, matched, random_life, run_turn
 from tree_requests import Request, context, random_tokens
 
 from kvtier.errors import UsageError
@@ -201,3 +201,26 @@ def test_nothing_leaks_in_a_random_life(monkeypatch, seed, share, adaptive, long
     assert s.tree.compressor.counters["compressed_nodes"] > 0
     assert s.tree.compressor.counters["compacted_tokens"] > 0
     assert longer == 1 or s.tree.counters["cut_spans"] > 0
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["nothing is compressed", "a share"])
+@pytest.mark.parametrize("seed", range(6 if THOROUGH else 1))
+def test_nothing_leaks_in_a_random_life_behind_a_memory(monkeypatch, seed, packs):
+    """The node of the memory's prefix holds nothing, and goes and comes back like any other."""
+    rng = random.Random(seed)
+    prefix = [7, *random_tokens(rng, 20)]
+    share = FixedShare(0.4) if packs else None
+    s = MiniScheduler(size=300, share=share, packs=packs, memory=prefix)
+    admit = s.admit
+
+    def behind(prompt: list[int]) -> Request | None:
+        return admit(prompt, extra_key=MEMORY_KEY if prompt[0] == 7 else None)
+
+    monkeypatch.setattr(s, "admit", behind)
+    history = [prefix, random_tokens(rng, 30)]
+
+    def prompt() -> list[int]:
+        return [*rng.choice(history), *random_tokens(rng, rng.randrange(1, 40))][:200]
+
+    random_life(s, rng, history, prompt, 50, flushes=True)
+    assert packs == (s.tree.compressor.counters["compacted_tokens"] > 0)
