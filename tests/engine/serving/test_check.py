@@ -131,7 +131,7 @@ class Refusing:
 
 
 def test_a_turn_that_an_engine_refuses_is_told_in_a_sentence():
-    """Of two sessions, which both fail."""
+    """Two sessions both fail."""
     sessions = [[Turn([7] * 900, [8])]] * 2
     asker = engines._Asker(Refusing())
     every = engines._each(asker, "full KV", engines._all_said, sessions, 2, (12,))
