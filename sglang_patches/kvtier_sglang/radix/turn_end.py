@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from kvtier.retention.locality import LEAST_PART
 from kvtier_sglang.compression.compressor import Compressor
 from kvtier_sglang.radix.node import KvNode
 from kvtier_sglang.radix.tree import VariantRadixTree
+
+# Counts what is to be evicted first. Its times of last use are before all of the clock's and never
+# equal, as ranks would order equal ones each in its own way.
+_evicted_first = itertools.count()
 
 
 def compress_node(
@@ -55,13 +60,14 @@ def _before(tree: VariantRadixTree, node: KvNode, stop: int) -> KvNode | None:
 def evict_first(node: KvNode, session: str | None = None) -> None:
     """Have the context that ends with this node evicted before any other. Nodes stay that are
     locked, that other contexts go through, or that another session computed, where one is named."""
+    time_s = 1e-6 * next(_evicted_first)
     for below, one in enumerate(node.path()):
         # The last one has no child, and of those above each has the one below.
         if one.lock_ref or len(one.children) > min(below, 1):
             return
         if session is not None and one.session != session:
             return
-        one.last_access_time = 0.0
+        one.last_access_time = time_s
 
 
 def remove_path(tree: VariantRadixTree, node: KvNode, begin: int) -> None:

@@ -60,7 +60,18 @@ def test_of_a_session_that_is_done_others_tokens_stay_as_new_as_they_are():
     s.tree.remove_leaf(next(n for n in s.tree.nodes() if n.session == theirs and not n.children))
     evict_first(last, last.session)
     times = {node.session: node.last_access_time for node in last.path()}
-    assert times[last.session] == 0.0 < times[theirs]
+    assert times[last.session] < 1.0 < times[theirs]
+
+
+def test_of_several_sessions_that_are_done_the_first_goes_first():
+    """Ranks that evict by themselves evict the same."""
+    s = MiniScheduler(share=FixedShare(0.7), size=2000)
+    for number in range(12):
+        run_turn(s, [100 + number, *context(39, seed=number)], [], **DONE)
+    for gone in range(12):
+        left = sorted(node.key.token_ids[0] - 100 for node in s.tree.nodes())
+        assert left == list(range(gone, 12))
+        s.tree.evict(EvictParams(num_tokens=1))
 
 
 def hits_beside(
