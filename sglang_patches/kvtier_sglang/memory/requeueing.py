@@ -43,7 +43,8 @@ class Requeueing:
         original(scheduler, batch, result)
         # The passes launched meanwhile have been looked at: they cannot be taken for the new start.
         waiting, self._leaving = self._leaving, leaving
-        if not scheduler.enable_overlap:
+        if not scheduler.enable_overlap or not scheduler.result_queue:
+            # None was: on an idle server there may be no further pass.
             waiting, self._leaving = [*waiting, *self._leaving], []
         for req in waiting:
             self._queue(scheduler, req)

@@ -9,11 +9,23 @@ import pytest
 from kvtier_sglang.memory.requeueing import Requeueing
 
 
+def batch(reqs: list[SimpleNamespace]) -> SimpleNamespace:
+    return SimpleNamespace(
+        reqs=reqs,
+        forward_mode=SimpleNamespace(is_extend=lambda: bool(reqs)),
+        is_empty=lambda: not reqs,
+    )
+
+
 class Scheduler:
     """Queues requests, and aborts those that are queued."""
 
-    def __init__(self) -> None:
+    enable_overlap = True
+
+    def __init__(self, in_flight: int = 0) -> None:
         self.waiting_queue: list[SimpleNamespace] = []
+        self.last_batch, self.running_batch = None, batch([])
+        self.result_queue = [(batch([]), None)] * in_flight
 
     def _add_request_to_queue(self, req: SimpleNamespace, is_retracted: bool) -> None:
         assert is_retracted
@@ -47,10 +59,21 @@ def test_a_request_that_is_about_to_begin_again_can_be_aborted(asked, aborted):
     assert [req.rid for req in scheduler.waiting_queue] == aborted
     assert [req.stream for req in requests] == [req.rid not in aborted for req in requests]
     scheduler.waiting_queue.clear()
-    passed = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: False), is_empty=lambda: True
-    )
-    scheduler.enable_overlap, scheduler.last_batch, scheduler.running_batch = True, None, passed
-    requeueing.process(lambda *args: None, scheduler, passed, None)
+    requeueing.process(lambda *args: None, scheduler, batch([]), None)
     assert sorted([*aborted, *(req.rid for req in scheduler.waiting_queue)]) == ["a", "b", "c"]
     assert not any(req.stream for req in requests)
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_request_begins_again_at_once_where_no_pass_is_in_flight(monkeypatch, in_flight):
+    """Else after that pass, which it may be in."""
+    monkeypatch.setattr(Requeueing, "_not_answered", lambda self, batch, result: batch.reqs)
+    monkeypatch.setattr(Requeueing, "_retract", lambda self, scheduler, req: None)
+    requeueing, scheduler = Requeueing(None, None), Scheduler(in_flight)
+    requests = leaving(requeueing, "a")
+    requeueing._leaving = []
+    requeueing.process(lambda *args: None, scheduler, batch(requests), None)
+    assert scheduler.waiting_queue == requests[in_flight:]
+    scheduler.result_queue.clear()
+    requeueing.process(lambda *args: None, scheduler, batch([]), None)
+    assert scheduler.waiting_queue == requests
