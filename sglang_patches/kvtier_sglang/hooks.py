@@ -167,9 +167,9 @@ def raise_limits(scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.max_req_input_len += further
 
 
-def fit_exact(result: None, scheduler: Any, req: Any) -> None:
-    """AFTER Scheduler.init_req_max_new_tokens: a prompt that is longer than the pool cannot be
-    answered as if nothing were dropped, and of another the answer has to fit beside all of it."""
+def fit_exact(scheduler: Any, req: Any) -> None:
+    """Abort a new request for exact KV whose prompt is longer than the pool, where it cannot be
+    answered as if nothing were dropped; have the answer of another fit beside all of its prompt."""
     if not isinstance(scheduler.tree_cache, KvtierRadixCache) or not wants_exact(req):
         return
     tokens, size = len(req.origin_input_ids), scheduler.token_to_kv_pool_allocator.size

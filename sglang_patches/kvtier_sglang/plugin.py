@@ -81,7 +81,7 @@ def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]
         f"{_SCHEDULER}._prefetch_kvcache": (hooks.ask_tier, before),
         f"{_SCHEDULER}._prefetch_after_device_hit_loss": (hooks.ask_tier_again, around),
         f"{_SCHEDULER}.get_init_info": (hooks.raise_limits, before),
-        f"{_SCHEDULER}.init_req_max_new_tokens": (hooks.fit_exact, after),
+        f"{_SCHEDULER}._add_request_to_queue": (on_requests.queue_request, before),
         f"{_SCHEDULER}.process_batch_result": (on_requests.process_batch_result, around),
         f"{_SCHEDULER}.abort_request": (on_requests.abort_request, before),
         _BEAMS: (hooks.refuse_beams, around),

@@ -13,6 +13,7 @@ from typing import Any
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import cache_is_ours
+from kvtier_sglang.hooks import fit_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.request_options import asks_exactly, requested_share
@@ -33,15 +34,23 @@ class RequestHooks:
 
     def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
-        computed behind a prefix memory, or by sessions that keep less, for what was computed
-        without."""
+        computed by sessions that keep less for what was computed without."""
         if cache_is_ours():
             separate_adapters(req)
             share = requested_share(req)
             if share is not None:
                 req.extra_key = with_share(req.extra_key, share)
-            if (memories := self._memories()) is not None:
-                assign(memories.bank, req)
+
+    def queue_request(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        """BEFORE Scheduler._add_request_to_queue: fit a request that wants exact KV into the pool,
+        and give a request its memory. Only here is known from where on it wants log-probabilities
+        of its prompt; nothing was matched before. A request that is queued again stays as it is."""
+        if hasattr(req, "kvtier_queued"):
+            return
+        req.kvtier_queued = True
+        fit_exact(scheduler, req)
+        if (memories := self._memories()) is not None:
+            assign(memories.bank, req)
 
     def process_batch_result(
         self, original: Callable[..., None], scheduler: Any, batch: Any, result: Any
