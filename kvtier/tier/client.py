@@ -26,6 +26,7 @@ from kvtier.tier.wire import (
     MIN_CHUNK_BYTES,
     PROTOCOL_VERSION,
     check_version,
+    shared_digest,
 )
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
@@ -128,7 +129,8 @@ class TierClient:
 
     def _map(self, info: pb.GetServerInfoResponse) -> None:
         with self._mapping:
-            if self._shared is not None and self._shared.token == info.shared_token:
+            mapped = self._shared
+            if mapped is not None and shared_digest(mapped.token) == info.shared_token:
                 return
             self._shared = None
             if self._wants_shared and info.shared_path:

@@ -19,6 +19,7 @@ TierRefusedError is for a client that was let in and may not do what it asks.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -78,6 +79,12 @@ _ERRORS: dict[grpc.StatusCode, type[TierError]] = {
     grpc.StatusCode.UNIMPLEMENTED: TierProtocolError,
     grpc.StatusCode.OUT_OF_RANGE: TierProtocolError,
 }
+
+
+def shared_digest(token: bytes) -> bytes:
+    """Return what a server says of the token that its shared file begins with: who can read the
+    file knows that it is this one, and nobody else learns the token."""
+    return hashlib.sha256(token).digest()
 
 
 def check_version(theirs: int, address: str) -> None:

@@ -200,7 +200,9 @@ class GetServerInfoResponse(_message.Message):
     """The file that same-host clients map, and its size; empty where there is none."""
     shared_bytes: _builtins.int
     shared_token: _builtins.bytes
-    """Random; the shared file begins with it, so a client knows that it mapped this server's."""
+    """SHA-256 of the random token that the shared file begins with, so a client knows that it mapped
+    this server's. The token itself is read there, and proves to Reserve and Acquire that it was.
+    """
     def __init__(
         self,
         *,
@@ -406,7 +408,9 @@ class ReserveRequest(_message.Message):
     SHARED_TOKEN_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     shared_token: _builtins.bytes
-    """Of the memory that the client has mapped: it shall not write where a service was before."""
+    """The token that the mapped file begins with, not its hash: who says it can read the memory, and
+    does not write where a service was before.
+    """
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlobHeader]: ...
     def __init__(

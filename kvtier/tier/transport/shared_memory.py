@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.errors import TierProtocolError, TierUnavailableError
 from kvtier.tier.blobs.payload import Bytes, Digest
-from kvtier.tier.wire import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES
+from kvtier.tier.wire import SHARED_FILE_PREFIX, SHARED_TOKEN_BYTES, shared_digest
 
 # Small enough to be in the cache still when the checksum reads it again, and large enough that
 # taking Python's lock back after each block costs little beside a busy thread.
@@ -21,7 +21,8 @@ BLOCK_BYTES = 2 << 20
 
 
 class SharedMemory:
-    """The service's arena, mapped whole. token: what it begins with.
+    """The service's arena, mapped whole. token: what it begins with; saying it proves to the
+    service that this client reads its memory.
 
     It is never closed: a thread that copies holds on to it, and the last one to let go unmaps it.
     """
@@ -31,13 +32,13 @@ class SharedMemory:
         self._memory = memoryview(mapped)
 
     @classmethod
-    def open(cls, path: str, num_bytes: int, token: bytes) -> SharedMemory | None:
+    def open(cls, path: str, num_bytes: int, digest: bytes) -> SharedMemory | None:
         """Map the file at `path`, or None where it is not to be had or another service's.
 
+        digest: of the token (kvtier.tier.wire.shared_digest).
         A service may name any path, so only a file that can be a service's memory is looked at.
         """
-        named = PurePath(path).name.startswith(SHARED_FILE_PREFIX)
-        if not named or len(token) != SHARED_TOKEN_BYTES:
+        if not PurePath(path).name.startswith(SHARED_FILE_PREFIX):
             return None
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -53,7 +54,9 @@ class SharedMemory:
             return None
         finally:
             os.close(file)
-        return cls(mapped, token) if mapped[: len(token)] == token else None
+        token = mapped[:SHARED_TOKEN_BYTES]
+        whole = len(token) == SHARED_TOKEN_BYTES
+        return cls(mapped, token) if whole and shared_digest(token) == digest else None
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Raises TierProtocolError for an extent outside of the memory."""

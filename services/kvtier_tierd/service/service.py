@@ -13,14 +13,13 @@ import asyncio
 import numpy as np
 
 from kvtier import __version__
-from kvtier.tier.wire import negotiate
+from kvtier.tier.wire import negotiate, shared_digest
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.service.calls import rpc
 from kvtier_tierd.service.requests import MAX_KEYS, check_count, is_intact, names_of
 from kvtier_tierd.service.shared_memory import SharedMemoryCalls
 from kvtier_tierd.service.streams import StreamCalls
-from kvtier_tierd.stores.base import SharedFile
 
 # Other calls have a turn after so many keys were looked up.
 KEYS_A_TURN = 1 << 11
@@ -34,7 +33,8 @@ class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServi
     async def GetServerInfo(
         self, namespace: str, request: pb.GetServerInfoRequest
     ) -> pb.GetServerInfoResponse:
-        shared = self.store.shared or SharedFile("", 0, b"")
+        shared = self.store.shared
+        path, num_bytes = ("", 0) if shared is None else (shared.path, shared.num_bytes)
         return pb.GetServerInfoResponse(
             protocol_version=negotiate(request.protocol_versions),
             server_version=__version__,
@@ -43,9 +43,9 @@ class TierService(SharedMemoryCalls, StreamCalls, tier_pb2_grpc.TierServiceServi
             capacity_bytes=self.store.stats().capacity_bytes,
             max_blob_bytes=self.options.max_blob_bytes,
             chunk_bytes=self.namespaces.chunk_bytes(namespace, self.options.chunk_bytes),
-            shared_path=shared.path,
-            shared_bytes=shared.num_bytes,
-            shared_token=shared.token,
+            shared_path=path,
+            shared_bytes=num_bytes,
+            shared_token=b"" if shared is None else shared_digest(shared.token),
         )
 
     @rpc

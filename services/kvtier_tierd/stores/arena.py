@@ -81,7 +81,7 @@ class Arena:
                     f"{directory}: {self.size} bytes wanted, {room.f_bavail * room.f_frsize} free; "
                     "ask for less (--memory), give it more, or serve without (--shared-memory off)"
                 )
-            self.path, self._file = _locked_file(directory, self.token)
+            self.path, self._file = _locked_file(directory)
             try:
                 os.posix_fallocate(self._file, 0, self.size)
                 return mmap.mmap(self._file, self.size)
@@ -183,10 +183,10 @@ class Arena:
         return problems
 
 
-def _locked_file(directory: Path, token: bytes) -> tuple[Path, int]:
+def _locked_file(directory: Path) -> tuple[Path, int]:
     """A new file, locked while its server lives, so that the next one can tell leftovers."""
     # Absolute, because clients are told, and they are somewhere else.
-    path = directory.resolve() / f"{SHARED_FILE_PREFIX}{os.getpid()}-{token.hex()[:8]}"
+    path = directory.resolve() / f"{SHARED_FILE_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -95,7 +95,8 @@ class Handle:
 
 
 class SharedFile(NamedTuple):
-    """Memory of a store that clients on the same host may map. token: what it begins with."""
+    """Memory of a store that clients on the same host may map. token: what it begins with, known to
+    those alone who can read it."""
 
     path: str
     num_bytes: int

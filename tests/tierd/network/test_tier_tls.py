@@ -12,7 +12,16 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import DAY, Authority, encrypted, replaced, serial
-from live_tier import InProcessTier, blob_of, fetch, in_process, key_of, payload_of
+from live_tier import (
+    InProcessTier,
+    blob_of,
+    failing,
+    fetch,
+    header_of,
+    in_process,
+    key_of,
+    payload_of,
+)
 from waiting import SAFETY_S
 
 from kvtier.errors import TierRefusedError, TierUnavailableError, UsageError
@@ -51,6 +60,14 @@ class Tls:
     ) -> TierClient:
         tls = files or self.files(namespace)
         return TierClient(tier.address, namespace, timeout_s=SAFETY_S, tls=tls, **options)
+
+    @contextmanager
+    def stub(self, tier: InProcessTier, namespace: str) -> Iterator[tier_pb2_grpc.TierServiceStub]:
+        """Open a stub for what a client of ours would never say."""
+        files = self.files(namespace)
+        credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
+        with grpc.secure_channel(tier.address, credentials) as channel:
+            yield tier_pb2_grpc.TierServiceStub(channel)
 
     def serial_seen(self, tier: InProcessTier) -> int:
         """Return the serial number of the certificate that a new connection is shown."""
@@ -91,9 +108,7 @@ def test_a_client_of_any_name_gets_what_it_put(tls, memory_directory, shared):
 def test_the_namespace_is_the_certificates_whatever_the_client_says(tls):
     with tls.serving(namespaces={"ada": Limits()}) as tier:
         files = tls.files("ada")
-        credentials = grpc.ssl_channel_credentials(files.ca, files.key, files.certificate)
-        with grpc.secure_channel(tier.address, credentials) as channel:
-            stub = tier_pb2_grpc.TierServiceStub(channel)
+        with tls.stub(tier, "ada") as stub:
             for claim in ("bob", "", "ada"):
                 told = [("kvtier-namespace", claim)]
                 info = stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=told)
@@ -108,6 +123,27 @@ def test_the_namespace_is_the_certificates_whatever_the_client_says(tls):
                 pytest.raises(TierRefusedError, match=said),
             ):
                 client.connect()
+
+
+def test_a_client_elsewhere_reads_nothing_that_others_left_in_the_shared_memory(
+    tls, memory_directory
+):
+    """Reserved room is not cleared: committed unwritten, it would be read as the client's own."""
+    with tls.serving(shared_directory=memory_directory) as tier, tls.stub(tier, "eve") as eve:
+        with tls.client(tier, "ada") as ada:
+            ada.connect()
+            ada.put(blob_of(1))
+            ada.delete([key_of(1)])
+        told = eve.GetServerInfo(pb.GetServerInfoRequest())
+        token = tier.store.shared.token
+        assert token not in told.SerializeToString()
+        assert token.hex()[:8] not in told.shared_path
+        header = header_of(blob_of(1), "eve")
+        for claim in (told.shared_token, told.shared_token[: len(token)], b""):
+            with failing(grpc.StatusCode.UNAVAILABLE, "not mine"):
+                eve.Reserve(pb.ReserveRequest(headers=[header], shared_token=claim))
+            with failing(grpc.StatusCode.UNAVAILABLE, "not mine"):
+                eve.Acquire(pb.AcquireRequest(keys=[key_of(1)], shared_token=claim))
 
 
 # ---- who is not let in (kvtier.tier.wire says why these are unavailable)

@@ -24,7 +24,7 @@ from kvtier.errors import (
     UsageError,
 )
 from kvtier.tier.client import Landing, TierClient
-from kvtier.tier.wire import PROTOCOL_VERSION, code_of, error_of
+from kvtier.tier.wire import PROTOCOL_VERSION, code_of, error_of, shared_digest
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 
@@ -105,7 +105,11 @@ def shared(both, memory_directory):
     liar, client = both
     path = memory_directory / "kvtier-tier-lies"
     path.write_bytes(TOKEN + bytes(ROOM - len(TOKEN)))
-    liar.info |= {"shared_path": str(path), "shared_bytes": ROOM, "shared_token": TOKEN}
+    liar.info |= {
+        "shared_path": str(path),
+        "shared_bytes": ROOM,
+        "shared_token": shared_digest(TOKEN),
+    }
     client.connect()
     assert client.shares_memory
     yield path

@@ -93,12 +93,13 @@ from live_tier import blob_of, header_of, key_of
 from kvtier.tier.client import TierClient
 from kvtier.v1 import tier_pb2 as pb
 client = TierClient({tier.address!r}, timeout_s={SAFETY_S})
-info = client.connect()
+client.connect()
+token = client._shared.token
 client.put(blob_of(1))
 stub = client._stub
 header = header_of(blob_of(2))
-stub.Reserve(pb.ReserveRequest(headers=[header], lease_ms=300, shared_token=info.shared_token))
-stub.Acquire(pb.AcquireRequest(keys=[key_of(1)], lease_ms=300, shared_token=info.shared_token))
+stub.Reserve(pb.ReserveRequest(headers=[header], lease_ms=300, shared_token=token))
+stub.Acquire(pb.AcquireRequest(keys=[key_of(1)], lease_ms=300, shared_token=token))
 def half():
     yield pb.PutRequest(header=header_of(blob_of(3)))
     os.kill(os.getpid(), signal.SIGKILL)

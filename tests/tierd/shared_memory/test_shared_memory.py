@@ -25,6 +25,7 @@ from waiting import SAFETY_S, wait_for
 from kvtier.errors import TierUnavailableError, UsageError
 from kvtier.tier.client import Blob, Landing
 from kvtier.tier.transport.shared_memory import SharedMemory
+from kvtier.tier.wire import shared_digest
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.stores.layered import LayeredOptions
 
@@ -55,19 +56,25 @@ def test_a_flipped_bit_in_the_memory_is_corrupt_then_quarantined_then_missing(ti
 def test_a_file_that_is_not_the_services_memory_is_not_mapped(memory_directory, tmp_path):
     token = bytes(range(16))
 
-    def opened(path, num_bytes=4096, token=token):
-        return SharedMemory.open(str(path), num_bytes, token)
+    right = shared_digest(token)
+
+    def opened(path, num_bytes=4096, digest=right):
+        return SharedMemory.open(str(path), num_bytes, digest)
 
     real, private = memory_directory / "kvtier-tier-1", tmp_path / "private"
     for path in (real, private):
         path.write_bytes(token + bytes(4080))
     link, pipe = memory_directory / "kvtier-tier-link", memory_directory / "kvtier-tier-pipe"
     link.symlink_to(private)
+    short = memory_directory / "kvtier-tier-short"
+    short.write_bytes(token[:5])
     os.mkfifo(pipe)
     assert opened(real) is not None
     for other in (
-        opened(real, token=bytes(16)),
-        opened(real, token=b""),
+        opened(real, digest=shared_digest(bytes(16))),
+        opened(real, digest=token),
+        opened(real, digest=b""),
+        opened(short, num_bytes=5, digest=shared_digest(token[:5])),
         opened(real, num_bytes=8192),
         opened(real, num_bytes=1 << 63),
         opened(f"{real}\0"),

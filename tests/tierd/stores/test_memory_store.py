@@ -13,6 +13,7 @@ from store_contract import StoreContract
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
 from kvtier.tier.transport.shared_memory import SharedMemory
+from kvtier.tier.wire import shared_digest
 from kvtier_tierd.stores.arena import PAGE, Arena, pages, remove_leftovers
 from kvtier_tierd.stores.layered import LayeredStore
 from kvtier_tierd.stores.memory import MemoryStore
@@ -87,7 +88,7 @@ def test_the_file_is_for_its_user_only_and_its_pages_are_there_until_the_end(
     assert arena.path.is_absolute()
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert found.st_size == arena.size <= found.st_blocks * 512
-    client = SharedMemory.open(str(arena.path), arena.size, arena.token)
+    client = SharedMemory.open(str(arena.path), arena.size, shared_digest(arena.token))
     offset = arena.allocate(PAGE)
     mine, theirs = arena.view(offset, PAGE), client.view(offset, PAGE)
     theirs[:3] = b"abc"
