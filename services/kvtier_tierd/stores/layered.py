@@ -117,32 +117,46 @@ class LayeredStore(BlobStore):
             return
         handle.close()
         self.shed += 1
-        # An older blob of that name on disk would come back once memory has let go.
-        try:
-            await self.disk.delete(draft.name)
-        except TierError as error:
-            self._lost("a blob could not be deleted", error)
+        await self._delete_older(draft.name)
 
     async def _write_behind(self) -> None:
         while True:
             name, handle = await self._queue.get()
             try:
-                draft = await filled(self.disk, name, handle.info, handle.pieces)
-                await self.disk.commit(draft)
-                if not (await self.memory.exists([name]))[0]:
-                    # Pinned blobs are not evicted: it was deleted while it was being written.
-                    await self.disk.delete(name)
+                await self._write(name, handle)
             except TierError as error:
                 self._lost("a blob stays in memory only", error)
                 self.shed += 1
+                await self._delete_older(name)
             except Exception:
                 # A caller that waits for the queue must not wait forever because of a bug.
                 logger.exception("writing to disk failed unexpectedly")
                 self.shed += 1
+                await self._delete_older(name)
             finally:
                 handle.close()
                 self._waiting_bytes -= handle.info.num_bytes
                 self._queue.task_done()
+
+    async def _write(self, name: BlobName, handle: Handle) -> None:
+        """Write a blob to disk while it is the one that memory serves: pinned blobs are not
+        evicted, so another one has replaced it, or it was deleted."""
+        if not self.memory.serves(name, handle):
+            return
+        draft = await filled(self.disk, name, handle.info, handle.pieces)
+        await self.disk.commit(draft)
+        if not self.memory.serves(name, handle):
+            await self.disk.delete(name)
+
+    async def _delete_older(self, name: BlobName) -> None:
+        """Delete what is on disk of a name of which only memory has the latest blob: it would come
+        back once memory has let go. Raises nothing."""
+        try:
+            await self.disk.delete(name)
+        except TierError as error:
+            self._lost("a blob could not be deleted", error)
+        except Exception:
+            logger.exception("deleting on disk failed unexpectedly")
 
     def _lost(self, what: str, error: TierError) -> None:
         """Log the first failure of the disk only; a full disk fails for every blob."""

@@ -162,6 +162,12 @@ class MemoryStore(BlobStore):
         view = self.arena.view(blob.offset, blob.info.num_bytes).toreadonly()
         return Handle(blob.info, (view,), lambda: self._unpin(blob), blob.offset)
 
+    def serves(self, name: BlobName, handle: Handle) -> bool:
+        """Return whether an open handle's blob is the one that `open` would find now."""
+        blob = self._blobs.get(name)
+        # No other blob is where a pinned one lies.
+        return blob is not None and blob.offset == handle.offset
+
     def touch(self, names: Iterable[BlobName]) -> None:
         for name in names:
             if name in self._blobs:

@@ -89,6 +89,58 @@ async def test_a_blob_deleted_while_it_waits_for_the_disk_stays_deleted(tmp_path
         assert await held(store, 1) == []
 
 
+async def test_an_old_version_that_waits_for_the_disk_is_gone_though_the_new_one_never_gets_there(
+    tmp_path,
+):
+    async with layered(tmp_path, memory_blobs=16) as store:
+        await put(store, blob_name(1), payload_of("old"))
+        for number in range(2, 5):
+            await put(store, blob_name(number), payload_of(number))
+        await put(store, blob_name(1), payload_of("new"))
+        assert store.shed == 1, "the new one"
+        await store.settle()
+        assert await get(store, blob_name(1)) == payload_of("new")
+        await store.memory.delete(blob_name(1))  # as evictions do
+        assert await get(store, blob_name(1)) is None
+
+
+@pytest.mark.parametrize("error", [TierExhaustedError("it is full"), ZeroDivisionError("a bug")])
+async def test_an_old_version_on_disk_is_gone_where_the_new_one_cannot_be_written(
+    tmp_path, monkeypatch, error
+):
+    async def fail(draft):
+        await store.disk.abort(draft)
+        raise error
+
+    async with layered(tmp_path) as store:
+        await put(store, blob_name(1), payload_of("old"))
+        await store.settle()
+        monkeypatch.setattr(store.disk, "commit", fail)
+        await put(store, blob_name(1), payload_of("new"))
+        await store.settle()
+        assert store.shed == 1
+        assert await get(store, blob_name(1)) == payload_of("new")
+        await store.memory.delete(blob_name(1))  # as evictions do
+        assert await get(store, blob_name(1)) is None
+
+
+async def test_a_blob_that_is_replaced_while_it_is_written_to_disk_does_not_stay_there(
+    tmp_path, monkeypatch
+):
+    async with layered(tmp_path, memory_blobs=16) as store:
+        real, store.behind_bytes = store.disk.commit, COST
+
+        async def commit(draft):
+            await put(store, blob_name(1), payload_of("new"))
+            await real(draft)
+
+        monkeypatch.setattr(store.disk, "commit", commit)
+        await put(store, blob_name(1), payload_of("old"))
+        await store.settle()
+        assert store.shed == 1, "the new one"
+        assert await held(store.disk, 1) == []
+
+
 @pytest.mark.parametrize("how", ["replace", "delete", "quarantine"])
 async def test_what_happens_to_a_blob_while_it_is_promoted_is_not_undone(tmp_path, how):
     old, new = payload_of("old", 3 << 20), payload_of("new", 3 << 20)
