@@ -96,13 +96,14 @@ class DiskMedium:
     def write(
         self,
         payloads: Sequence[Payload],
-        rows: Mapping[BlobName, Row | None],
+        rows: dict[BlobName, Row | None],
         doomed: Sequence[str],
     ) -> dict[str, TierError]:
         """Bring blobs to disk; returns, by file, which payloads failed and why.
 
         payloads: new blobs; of two with the same name the later one stays.
-        rows:     what the index shall say of other names; None: nothing.
+        rows:     what the index shall say of other names; None: nothing. Those of the payloads that
+                  are kept are added before the index is written.
         doomed:   files that no row refers to once this is written.
 
         Raises TierError where no payload was kept, and the rows have to be written again because
@@ -116,7 +117,8 @@ class DiskMedium:
             try:
                 failed = self._write_payloads(payloads)
                 kept = [one for one in payloads if one.row.file not in failed]
-                self._index.write({**rows, **{one.name: one.row for one in kept}})
+                rows.update({one.name: one.row for one in kept})
+                self._index.write(rows)
             except BaseException:
                 self._discard(one.row.file for one in payloads)
                 raise

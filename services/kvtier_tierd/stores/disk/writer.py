@@ -110,8 +110,9 @@ class GroupWriter:
         except Exception as error:
             # Even of a bug those who wait have to hear.
             everything = error
-            unknown = [*rows, *(payload.name for payload in payloads)]
-            self.changed.update(dict.fromkeys(unknown))
+            # With the payloads that got as far as the index, and no others: on a disk that refuses
+            # them all, every put would be written again with every later one.
+            self.changed.update(dict.fromkeys(rows))
             self.doomed += doomed
         for waiter in group:
             payload = waiter.payload

@@ -134,6 +134,23 @@ async def test_a_disk_that_cannot_be_written_is_unavailable_until_it_can(
     await store.close()
 
 
+async def test_puts_that_a_read_only_disk_refuses_leave_nothing_to_write_later(
+    directory, monkeypatch
+):
+    async with opened(directory) as store:
+        await put_some(store)
+        assert await read_some(store, 1) == [0]
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "open", failing(os.open, errno.EROFS))
+            broken.setattr(disk_index.DiskIndex, "write", failing(print, errno.EROFS))
+            for number in range(100, 150):
+                with pytest.raises(TierUnavailableError, match=str(directory)):
+                    await put(store, blob_name(number), payload_of(number))
+        assert list(store._writer.changed) == [blob_name(0)], "the use"
+        await put(store, blob_name(4), payload_of(4))
+        assert await read_some(store, 5) == [0, 1, 2, 3, 4]
+
+
 def test_what_does_not_reach_the_index_is_said_and_loses_nothing_else(directory, monkeypatch):
     def fail(row: disk_index.Row) -> None:
         raise lmdb.DiskError("no", errno.EIO)
