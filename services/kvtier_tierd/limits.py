@@ -111,7 +111,10 @@ class Namespaces:
 
     @asynccontextmanager
     async def transfer(self, namespace: str) -> AsyncIterator[None]:
-        """One transfer of the namespace; raises TierExhaustedError beyond its in-flight limit."""
+        """One transfer of the namespace; raises TierExhaustedError beyond its in-flight limit.
+
+        One that ends because its client does not read counts until the message under way is over.
+        """
         limit = self.limits(namespace).in_flight
         if self._in_flight[namespace] >= limit:
             # Later: a client that asks again at once would cost the others more than its transfers.
@@ -120,12 +123,23 @@ class Namespaces:
                 f"namespace {namespace!r} has {limit} transfers in flight, its limit"
             )
         self._in_flight[namespace] += 1
+        writing: asyncio.Future[None] | None = None
         try:
             yield
+        except StalledError as error:
+            writing = error.writing
+            raise
         finally:
-            self._in_flight[namespace] -= 1
-            if not self._in_flight[namespace]:
-                del self._in_flight[namespace]
+            if writing is None:
+                self._over(namespace)
+            else:
+                writing.add_done_callback(lambda _: self._over(namespace))
+
+    def _over(self, namespace: str) -> None:
+        """A transfer is over."""
+        self._in_flight[namespace] -= 1
+        if not self._in_flight[namespace]:
+            del self._in_flight[namespace]
 
     def chunk_bytes(self, namespace: str, most: int) -> int:
         """The chunks of its streams: small where there is a rate to keep, so that no stream waits

@@ -79,7 +79,8 @@ class Calls:
             self.metrics.failed(method, code.name)
             with cancelled_with_its_client():
                 if isinstance(error, StalledError) and error.writing is not None:
-                    # The status goes behind that write. By now the call holds nothing but this.
+                    # The status goes behind that write. By now the call holds nothing but this and
+                    # its transfer, until the client reads or goes, or the service ends.
                     await error.writing
                 await context.abort(code, str(error))
         except grpc.aio.AbortError:

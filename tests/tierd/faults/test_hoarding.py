@@ -115,20 +115,38 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
         more_than_any_window = pb.GetRequest(keys=[key_of(1)] * 16)
         call = stub.Get(more_than_any_window)
         wait_for(lambda: running_gets(tier) == 1)
-        wait_for(lambda: nothing_held(tier))
+        wait_for(lambda: tier.problems() == [])
         with failing(UNAVAILABLE):
             list(call)
         wait_for(lambda: not running_gets(tier))
+        wait_for(lambda: nothing_held(tier))
         # gRPC fails the message on its way before it cancels the call, or after: some of each.
         for _ in range(6):
             gone = stub.Get(more_than_any_window)
             next(gone)
-            wait_for(lambda: nothing_held(tier))
-            assert running_gets(tier) == 1, "until it reads, or goes"
+            wait_for(lambda: tier.problems() == [])
+            assert running_gets(tier) == tier.transfers() == 1, "until it reads, or goes"
             gone.cancel()
             wait_for(lambda: not tier.server.service.running)
+            wait_for(lambda: nothing_held(tier))
     assert caplog.records == [], "it is no bug of ours"
     assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics
+
+
+def test_gets_that_are_not_read_are_in_flight_until_they_are_over_and_that_they_are_at_the_end():
+    with in_process(in_flight=2) as tier, raw_stub(tier.address) as stub:
+        with connected(tier) as client:
+            client.put(blob_of(1, 14 * MIB))
+        service = tier.server.service
+        service.options = replace(service.options, stall_s=0.2)
+        calls = [stub.Get(pb.GetRequest(keys=[key_of(1)] * 16)) for _ in range(2)]
+        for call in calls:
+            next(call)
+        wait_for(lambda: tier.problems() == [])
+        with failing(EXHAUSTED, "2 transfers in flight"):
+            list(stub.Get(pb.GetRequest(keys=[key_of(9)])))
+        tier.shut_down()
+        assert tier.transfers() == running_gets(tier) == 0
 
 
 # ---- room in the shared memory
