@@ -103,7 +103,7 @@ class LruAccount:
 
     def release(self, namespace: str, num_bytes: int) -> None:
         """Give a draft's bytes back."""
-        self.reserved[namespace] -= num_bytes
+        _subtract(self.reserved, namespace, num_bytes)
 
     def add(self, name: BlobName, num_bytes: int) -> Entry:
         """A committed blob, now the most recently used one; the name must be free. Its entry is the
@@ -115,7 +115,7 @@ class LruAccount:
         return entry
 
     def remove(self, name: BlobName, *, evicted: bool = False) -> None:
-        self.used[name.namespace] -= self.entries.pop(name).num_bytes
+        _subtract(self.used, name.namespace, self.entries.pop(name).num_bytes)
         order = self._orders[name.namespace]
         del order[name]
         if not order:
@@ -161,3 +161,10 @@ class LruAccount:
             if self.used[namespace] + self.reserved[namespace] > self.quota(namespace):
                 problems.append(f"namespace {namespace} is over its quota")
         return problems
+
+
+def _subtract(held: Counter[str], namespace: str, num_bytes: int) -> None:
+    """Count bytes no longer; a namespace without any has no entry, because there may be many."""
+    held[namespace] -= num_bytes
+    if not held[namespace]:
+        del held[namespace]

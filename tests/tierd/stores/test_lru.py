@@ -93,3 +93,15 @@ def test_a_plan_is_that_of_looking_at_all_entries_and_looks_at_few(blobs, namesp
         pinned = sum(entry.pins for entry in account.entries.values())
         # Once for the quota, once for the capacity, each with the first that is left in peace.
         assert looks <= 2 * (len(planned) + pinned + 1)
+
+
+def test_a_namespace_that_holds_nothing_any_more_costs_nothing():
+    account = LruAccount(CAPACITY)
+    for number in range(50):
+        name = BlobName(f"tenant-{number}", bytes(32))
+        account.reserve(name.namespace, 10)
+        account.release(name.namespace, 10)
+        account.add(name, 10)
+        account.remove(name)
+    assert not account.used
+    assert not account.reserved
