@@ -55,8 +55,8 @@ WEIGHT_CHANGES = (
 
 def hooks_of(runtime: Runtime) -> dict[str, tuple[Callable[..., Any], HookType]]:
     """Return what is hooked, and where. runtime: of this process; it makes the parts."""
-    occupancy, on_requests = Occupancy(), RequestHooks(lambda: runtime.memories)
-    shadow = Shadow()
+    occupancy, shadow = Occupancy(), Shadow()
+    on_requests = RequestHooks(lambda: runtime.memories, hooks.fit_exact)
     before, around, after = HookType.BEFORE, HookType.AROUND, HookType.AFTER
     found: dict[str, tuple[Callable[..., Any], HookType]] = {
         "sglang.srt.server_args.ServerArgs.resolve_once": (hooks.check_flags, before),

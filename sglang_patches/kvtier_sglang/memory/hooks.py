@@ -13,7 +13,6 @@ from typing import Any
 from kvtier.errors import KvtierError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import cache_is_ours
-from kvtier_sglang.hooks import fit_exact
 from kvtier_sglang.memory.bank import MemoryBank
 from kvtier_sglang.memory.server import Memories
 from kvtier_sglang.request_options import asks_exactly, requested_share
@@ -27,10 +26,12 @@ WANTS = "kvtier_memory"
 
 class RequestHooks:
     """The hooks of one process. memories: its own; None before they are opened, and where there are
-    none."""
+    none. fit: called with the scheduler and each request that is queued for the first time."""
 
-    def __init__(self, memories: Callable[[], Memories | None]) -> None:
-        self._memories = memories
+    def __init__(
+        self, memories: Callable[[], Memories | None], fit: Callable[[Any, Any], None]
+    ) -> None:
+        self._memories, self._fit = memories, fit
 
     def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
@@ -48,7 +49,7 @@ class RequestHooks:
         if hasattr(req, "kvtier_queued"):
             return
         req.kvtier_queued = True
-        fit_exact(scheduler, req)
+        self._fit(scheduler, req)
         if (memories := self._memories()) is not None:
             assign(memories.bank, req)
 

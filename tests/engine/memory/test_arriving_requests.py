@@ -39,7 +39,7 @@ class Bank:
 def asked(monkeypatch):
     """The hooks of a scheduler, and the scheduler that they see."""
     monkeypatch.setattr(memory_hooks, "cache_is_ours", lambda: True)
-    on_requests = RequestHooks(lambda: SimpleNamespace(bank=Bank()))
+    on_requests = RequestHooks(lambda: SimpleNamespace(bank=Bank()), hooks.fit_exact)
     s = MiniScheduler(size=SIZE, packs=False, memory=PREFIX)
     scheduler = SimpleNamespace(tree_cache=s.tree, token_to_kv_pool_allocator=s.allocator)
     return on_requests, scheduler
