@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -280,7 +281,9 @@ class Misses:
         whose last prompt it has, or a new one."""
         given = getattr(req, "session_id", None)
         if given is not None:
-            return f"named {given}"
+            # Names may be long, and no Unicode; all that is asked of them is which are equal.
+            name = str(given).encode("utf-8", "surrogatepass")
+            return f"named {blake2b(name, digest_size=16).hexdigest()}"
         last = match.node if match.cached >= anchor.stop else anchor
         candidates = [(last.session, last.prompt_stop, max(match.cached, anchor.stop))]
         if record is not None:

@@ -94,6 +94,19 @@ def test_an_aborted_request_says_how_far_it_came(tmp_path):
     assert read_trace(file).requests[0].output_tokens == 1
 
 
+def test_sessions_go_by_whatever_name_their_client_gives(tmp_path):
+    """JSON has names that no file can, and long ones, of which a cache remembers thousands."""
+    log = RequestLog(tmp_path / "log.jsonl")
+    s = scheduler(log)
+    names = ["a", "\ud800", "\ud801", "a" * 100_000, "\ud800", "a"]
+    for seed, name in enumerate(names):
+        run_turn(s, context(60, seed=seed), [1], session_id=name)
+    assert max(len(node.session) for node in s.tree.nodes()) < 100
+    log.close()
+    told = [one.session for one in read_trace(tmp_path / "log.jsonl").requests]
+    assert [told.index(one) for one in told] == [names.index(one) for one in names]
+
+
 @pytest.mark.parametrize("broken", ["full disk", "no folder", "a folder", "another file"])
 def test_a_log_that_cannot_be_written_warns_once_and_ends_nothing(tmp_path, caplog, broken):
     file = {
