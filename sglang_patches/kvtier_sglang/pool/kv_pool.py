@@ -22,7 +22,7 @@ from kvtier.pool_sizing import slot_bytes
 from kvtier.retention.shares import PAGE
 from kvtier_kernels import CellKV
 from kvtier_kernels.fp8 import raw
-from kvtier_sglang.pool.packed import Cells, PackedSpans
+from kvtier_sglang.pool.packed import Cells, PackedSpans, most_pages
 from kvtier_sglang.pool.scales import KvScales
 
 
@@ -73,7 +73,8 @@ class HeadPagedKVPool(KVCache):
         bits: int | None = None,
     ) -> None:
         """shape: of this rank's part of the model. bits: of the codes that turns are compressed to;
-        None where entries stay as they are."""
+        None where entries stay as they are. Raises StartupError for more slots than packed spans
+        can name."""
         layers, heads = shape.num_layers, shape.num_kv_heads
         last = start_layer + layers - 1
         super().__init__(size, 1, dtype, layers, device, False, start_layer, last)
@@ -83,6 +84,12 @@ class HeadPagedKVPool(KVCache):
         self.head_dim = self.v_head_dim = shape.head_dim
         # Pages of a head begin at multiples of their size, wherever its cells begin.
         slots = -(-(size + 1) // PAGE) * PAGE
+        most = most_pages(coded=bits is not None) // (layers * heads) * PAGE
+        if packs and slots > most:
+            raise StartupError(
+                f"--max-total-tokens: expected at most {most - 1} beside a share or a head profile "
+                f"(more with more ranks, --tp-size), got {size}"
+            )
         cells = layers * heads * slots, shape.head_dim
         k, v = (
             torch.zeros(cells, dtype=self.store_dtype, device=device).view(dtype) for _ in range(2)

@@ -90,6 +90,12 @@ class Cells:
             side[target] = side[source]
 
 
+def most_pages(*, coded: bool) -> int:
+    """Return how many pages words can tell apart, which are of 31 bits and a sign. coded: where
+    spans are."""
+    return 1 << (31 - (CODED_ENTRY_BITS if coded else ENTRY_BITS))
+
+
 def bundles_first(slots: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The same slots `[n]` int64, those of whole bundles before the others and each part
     ascending, and how many are in whole bundles."""

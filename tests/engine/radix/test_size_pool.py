@@ -10,6 +10,8 @@ import torch
 from kvtier.errors import StartupError
 from kvtier.heads.profile import ModelShape
 from kvtier.pool_sizing import TABLE_BYTES, slot_bytes
+from kvtier.retention.shares import PAGE
+from kvtier_sglang.pool.kv_pool import HeadPagedKVPool
 from kvtier_sglang.runtime import size_pool
 
 SHAPE = ModelShape(num_layers=3, num_kv_heads=4, num_attention_heads=8, head_dim=32)
@@ -40,3 +42,20 @@ def test_slots_and_what_is_kept_beside_them_fit_the_budget():
 def test_slots_that_cost_less_than_they_do_are_refused():
     with pytest.raises(StartupError, match="does not count 3072 bytes for a token"):
         sized(10**9, counted=TOKEN_BYTES // 2)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(None, 89_478_480), (8, 44_739_232)])
+def test_more_slots_than_packed_spans_can_name_are_refused(bits, most):
+    """The last pages of as many have numbers of their own."""
+
+    def pool(size: int) -> HeadPagedKVPool:
+        return HeadPagedKVPool(
+            size, shape=SHAPE, dtype=torch.float32, device="meta", packs=True, bits=bits
+        )
+
+    packed = pool(most - 1).packed
+    slots, columns = torch.arange(most - PAGE, most), 12
+    span = packed.span(slots, [packed.page] * columns, coded=packed.coded)
+    assert span.pages.tolist() == [(at + 1) * most // PAGE - 1 for at in range(columns)]
+    with pytest.raises(StartupError, match=f"^--max-total-tokens: expected at most {most - 1} "):
+        pool(most)
