@@ -89,8 +89,9 @@ def fetch_spans(
     total = sum(sizes)
     if not total or not link.claim(total):
         return None
-    host = HostSpans(list(spans), _buffers(sizes), link, total)
+    host = HostSpans(list(spans), [], link, total)
     try:
+        host.payloads = _buffers(sizes)
         count = _land(client, host, layouts)
     except BaseException:
         host.release()

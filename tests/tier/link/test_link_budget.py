@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_harness import BUDGET, blob_of, hold_the_put_thread, linked
 from waiting import SAFETY_S
 
 from kvtier.errors import TierExhaustedError, TierUnavailableError
+from kvtier.tier import prefetch
+from kvtier.tier.blobs.names import SpanName
+from kvtier.tier.blobs.payload import SpanLayout
 from kvtier.tier.link import link as link_module
 
 
@@ -42,6 +47,19 @@ def test_shedding_the_last_put_that_waits_ends_a_flush(link, client):
         assert link.claim(500)
     assert link.flush(SAFETY_S)
     link.release(500)
+
+
+def test_spans_that_there_is_no_host_memory_for_hold_nothing_of_the_budget(
+    link, client, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(prefetch.mmap, "mmap", full)
+    layouts = prefetch.Layouts(SpanLayout("float32", 1, 4, 1, 4))
+    with pytest.raises(OSError, match="allocate"):
+        prefetch.fetch_spans(client, link, [SpanName(bytes(32), 0, 4)], layouts)
+    assert link.held_bytes == 0
 
 
 STEPS = st.one_of(
