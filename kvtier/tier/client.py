@@ -23,6 +23,7 @@ from kvtier.tier.transport.streams import stream_get, stream_put
 from kvtier.tier.wire import (
     DEFAULT_NAMESPACE,
     MAX_CHUNK_BYTES,
+    MAX_KEYS,
     MIN_CHUNK_BYTES,
     PROTOCOL_VERSION,
     check_version,
@@ -140,13 +141,13 @@ class TierClient:
 
     def exists(self, keys: Sequence[bytes]) -> Presence:
         """Ask which blobs are held, and return that."""
-        response: pb.ExistsResponse = self._call(self._stub.Exists, pb.ExistsRequest(keys=keys))
-        if len(response.present) != (len(keys) + 7) // 8:
-            raise TierProtocolError(f"tier {self.address}: an answer for other keys than asked")
-        present = [bool(response.present[i // 8] >> i % 8 & 1) for i in range(len(keys))]
-        run = response.leading_run
-        if run > len(keys) or not all(present[:run]):
-            raise TierProtocolError(f"tier {self.address}: an answer that contradicts itself")
+        deadline, run = self.deadline(), 0
+        present: list[bool] = []
+        for begin in range(0, len(keys) or 1, MAX_KEYS):
+            part = self._exists(keys[begin : begin + MAX_KEYS], deadline)
+            if run == begin:
+                run += part.leading_run
+            present += part.present
         return Presence(run, present)
 
     def put(self, blob: Blob, *, replace: bool = False) -> bool:
@@ -200,6 +201,19 @@ class TierClient:
     def deadline(self, num_bytes: int = 0) -> Deadline:
         """The deadline of a method that moves this many bytes."""
         return Deadline(self.timeout_s + num_bytes / self.slowest_bytes_per_s)
+
+    def _exists(self, keys: Sequence[bytes], deadline: Deadline) -> Presence:
+        """Ask for as many keys as one call may have."""
+        response: pb.ExistsResponse = self._connection.call(
+            self._stub.Exists, pb.ExistsRequest(keys=keys), deadline
+        )
+        if len(response.present) != (len(keys) + 7) // 8:
+            raise TierProtocolError(f"tier {self.address}: an answer for other keys than asked")
+        present = [bool(response.present[i // 8] >> i % 8 & 1) for i in range(len(keys))]
+        run = response.leading_run
+        if run > len(keys) or not all(present[:run]):
+            raise TierProtocolError(f"tier {self.address}: an answer that contradicts itself")
+        return Presence(run, present)
 
     @property
     def _stub(self) -> tier_pb2_grpc.TierServiceStub:

@@ -56,6 +56,9 @@ MAX_NAMES_BYTES = 4 << 20
 # The most bytes around the payload of a message: header, layout and framing.
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 
+# The most keys of one Exists.
+MAX_KEYS = 1 << 16
+
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["TierService"].full_name
 Parsed = TypeVar("Parsed", pb.PutRequest, pb.GetResponse)
 

@@ -14,8 +14,7 @@ from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES, verifies
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.stores.base import BlobInfo, BlobName, Handle
 
-# The most that one call may name: keys to look up, and keys of blobs to open, lease or delete.
-MAX_KEYS = 1 << 16
+# The most keys of blobs that one call may open, lease or delete.
 MAX_HELD_KEYS = 1 << 12
 # Other calls have a turn after so many keys were opened or leased.
 HELD_KEYS_A_TURN = 1 << 6

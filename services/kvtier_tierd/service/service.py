@@ -13,11 +13,11 @@ import asyncio
 import numpy as np
 
 from kvtier import __version__
-from kvtier.tier.wire import negotiate, shared_digest
+from kvtier.tier.wire import MAX_KEYS, negotiate, shared_digest
 from kvtier.v1 import tier_pb2 as pb
 from kvtier.v1 import tier_pb2_grpc
 from kvtier_tierd.service.calls import rpc
-from kvtier_tierd.service.requests import MAX_KEYS, check_count, is_intact, names_of
+from kvtier_tierd.service.requests import check_count, is_intact, names_of
 from kvtier_tierd.service.shared_memory import SharedMemoryCalls
 from kvtier_tierd.service.streams import StreamCalls
 

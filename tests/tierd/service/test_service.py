@@ -29,6 +29,7 @@ from waiting import FakeClock, wait_for
 
 from kvtier.errors import TierExhaustedError
 from kvtier.tier.client import Blob, Landing
+from kvtier.tier.wire import MAX_KEYS
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd import limits as limits_module
 from kvtier_tierd.limits import PACED_CHUNK_BYTES, REFUSAL_S, Limits
@@ -106,6 +107,19 @@ def test_exists_says_what_is_there_and_how_far_a_chain_goes_and_what_is_deleted_
 
 
 # ---- namespaces
+
+
+def test_exists_answers_for_more_keys_than_one_call_may_have(client):
+    client.put(blob_of(0))
+    here, gone = key_of(0), key_of(7)
+    for keys, run in (
+        ([here] * (MAX_KEYS + 1) + [gone, here], MAX_KEYS + 1),
+        ([here, gone] + [here] * MAX_KEYS, 1),
+        ([], 0),
+    ):
+        found = client.exists(keys)
+        assert found.leading_run == run
+        assert found.present == [key == here for key in keys]
 
 
 def test_namespaces_never_see_each_others_blobs(tier):

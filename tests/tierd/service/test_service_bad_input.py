@@ -28,10 +28,10 @@ from waiting import wait_for
 from kvtier.errors import TierProtocolError, UsageError
 from kvtier.tier.blobs.payload import CHECKSUM_BYTES, MAX_LAYOUT_BYTES
 from kvtier.tier.client import Blob, Landing
-from kvtier.tier.wire import MAX_NAMES_BYTES, PROTOCOL_VERSION
+from kvtier.tier.wire import MAX_KEYS, MAX_NAMES_BYTES, PROTOCOL_VERSION
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.service import requests
-from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.service.requests import MAX_HELD_KEYS
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED

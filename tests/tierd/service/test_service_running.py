@@ -36,10 +36,11 @@ from waiting import SAFETY_S, wait_for
 from kvtier.errors import TierExhaustedError, TierProtocolError, TierUnavailableError, UsageError
 from kvtier.tier.client import TierClient
 from kvtier.tier.transport.tracing import TracingInterceptor
+from kvtier.tier.wire import MAX_KEYS
 from kvtier.v1 import tier_pb2 as pb
 from kvtier_tierd.monitoring.tracing import OtlpTraces
 from kvtier_tierd.server import SERVICE_NAME
-from kvtier_tierd.service.requests import MAX_HELD_KEYS, MAX_KEYS
+from kvtier_tierd.service.requests import MAX_HELD_KEYS
 from kvtier_tierd.stores.base import BlobInfo, BlobName
 
 PAGE = 4096
