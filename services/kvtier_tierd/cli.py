@@ -128,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--listen", default=defaults.listen, help="host:port or unix:/path (%(default)s)")
     add("--store", default=defaults.store.kind, help=f"one of {', '.join(STORES)} (%(default)s)")
     for name, flag in store_flags().items():
-        add(name, default=flag.default, metavar=flag.type.metavar, help=flag.help)
+        # Without a default, so that a flag of another store is noticed where it is typed.
+        shown = flag.help % {"default": flag.default}
+        add(name, metavar=flag.type.metavar, help=shown)
     add(
         "--shared-memory",
         default=str(DEFAULT_SHARED_DIRECTORY),

@@ -41,11 +41,19 @@ def store_flags() -> dict[str, Flag]:
 def parse_store(kind: str, typed: Mapping[str, str | None]) -> StoreOptions:
     """The options of the store called `kind`.
 
-    typed: by the names of `store_flags`.
-    Raises UsageError for an unknown store, and naming the flag for a value that makes no sense,
-    also where it is a flag of another store.
+    typed: by the names of `store_flags`; None: not typed.
+    Raises UsageError for an unknown store, and naming the flag for a value that makes no sense and
+    for a flag of other stores.
     """
     options = {name: store.options_type.parse(typed) for name, store in STORES.items()}
     if kind not in options:
         raise UsageError("--store", f"one of {', '.join(STORES)}", kind)
+    for flag, text in typed.items():
+        having = [name for name in STORES if flag in _flags_of(name)]
+        if text is not None and kind not in having:
+            raise UsageError(flag, f"--store {' or '.join(having)} beside it", kind)
     return options[kind]
+
+
+def _flags_of(kind: str) -> set[str]:
+    return {flag.name for flag in STORES[kind].options_type.flags().values()}

@@ -42,8 +42,8 @@ CONTRACTS = {
 
 def typed_flags(**typed: str) -> dict[str, str | None]:
     """Return what the command line hands over where only these are typed."""
-    flags = {name: flag.default for name, flag in store_flags().items()}
-    return flags | {f"--{name.replace('_', '-')}": text for name, text in typed.items()}
+    given = {f"--{name.replace('_', '-')}": text for name, text in typed.items()}
+    return dict.fromkeys(store_flags()) | given
 
 
 def registered(
