@@ -64,6 +64,8 @@ class WebServer(ThreadingHTTPServer):
 
 class _Handler(MetricsHandler):
     server: WebServer
+    # Seconds: a connection that asks nothing would keep its thread for ever.
+    timeout = 10
 
     def do_GET(self) -> None:  # noqa: N802  # what http.server calls
         path = urlsplit(self.path).path

@@ -20,7 +20,7 @@ from waiting import SAFETY_S
 from kvtier.errors import TierUnavailableError
 from kvtier_tierd import server as server_module
 from kvtier_tierd.limits import Limits
-from kvtier_tierd.monitoring import metrics
+from kvtier_tierd.monitoring import metrics, web
 from kvtier_tierd.stores.memory import MemoryStore
 
 
@@ -52,6 +52,14 @@ def test_a_service_that_recovers_its_store_is_alive_and_not_ready(monkeypatch):
     monkeypatch.setattr(MemoryStore, "start", recover)
     with in_process(metrics_port=port):
         assert [status for status, _ in asked] == [200, 503]
+
+
+def test_a_connection_that_asks_nothing_is_closed(monkeypatch):
+    monkeypatch.setattr(web._Handler, "timeout", web._Handler.timeout / 50)
+    with in_process(metrics_port=0) as tier:
+        address = ("127.0.0.1", tier.server.web.server_port)
+        with socket.create_connection(address, timeout=SAFETY_S) as idle:
+            assert idle.recv(1) == b""
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
