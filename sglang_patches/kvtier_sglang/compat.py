@@ -63,6 +63,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "disable_radix_cache": (lambda v: not v, "the radix cache enabled"),
     "strip_thinking_cache": (lambda v: not v, "no stripped thinking tokens"),
     "enable_memory_saver": (lambda v: not v, "no memory saver"),
+    # SGLang keeps them by slot, of which a compressed turn has none.
+    "enable_return_routed_experts": (lambda v: not v, "no routed experts in answers"),
     "kv_events_config": (lambda v: not v, "no KV cache events"),
     "pp_size": (lambda v: v in (None, 1), "a pipeline of one stage"),
     "attn_cp_size": (lambda v: v in (None, 1), "an attention context parallelism of 1"),

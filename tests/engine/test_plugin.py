@@ -52,6 +52,7 @@ INCOMPATIBLE = {
     "attention_backend": "triton",
     "decode_attention_backend": "triton",
     "kv_events_config": "{}",
+    "enable_return_routed_experts": True,
     "disable_radix_cache": True,
     "strip_thinking_cache": True,
     "radix_eviction_policy": "tlru",
