@@ -50,6 +50,8 @@ SHADOW_RID_PREFIX = "kvtier-shadow-"
 def asked_of(custom_params: Any) -> Mapping[str, Any]:
     """Return the options in a request's `custom_params`, by name. Raises UsageError for anything
     that kvtier does not know, and for exact and measure together."""
+    if custom_params and not isinstance(custom_params, Mapping):
+        raise UsageError("custom_params", "an object", custom_params)
     asked = (custom_params or {}).get(PARAMS, {})
     known = isinstance(asked, dict) and asked.keys() <= {*_FLAGS, RETENTION}
     if not known or not all(isinstance(asked.get(name, True), bool) for name in _FLAGS):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, UsageError
 from kvtier.memory.storage import PrefixMemory
 from kvtier_sglang.compat import cache_is_ours
 from kvtier_sglang.memory.bank import MemoryBank
@@ -35,20 +35,30 @@ class RequestHooks:
 
     def scope_request(self, result: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         """AFTER Req.__init__: extra keys and adapters cannot be taken for each other, nor what was
-        computed by sessions that keep less for what was computed without."""
-        if cache_is_ours():
-            separate_adapters(req)
+        computed by sessions that keep less for what was computed without. What cannot be asked
+        for, and was not refused before, is asked for no more, and refused when it is queued."""
+        if not cache_is_ours():
+            return
+        separate_adapters(req)
+        try:
             share = requested_share(req)
-            if share is not None:
-                req.extra_key = with_share(req.extra_key, share)
+        except UsageError as error:
+            req.sampling_params.custom_params, req.kvtier_refused = None, str(error)
+            return
+        if share is not None:
+            req.extra_key = with_share(req.extra_key, share)
 
     def queue_request(self, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-        """BEFORE Scheduler._add_request_to_queue: fit a request that wants exact KV into the pool,
-        and give a request its memory. Only here is known from where on it wants log-probabilities
-        of its prompt; nothing was matched before. A request that is queued again stays as it is."""
+        """BEFORE Scheduler._add_request_to_queue: refuse what cannot be asked for, fit a request
+        that wants exact KV into the pool, and give a request its memory. Only here is known from
+        where on it wants log-probabilities of its prompt; nothing was matched before. A request
+        that is queued again stays as it is."""
         if hasattr(req, "kvtier_queued"):
             return
         req.kvtier_queued = True
+        if hasattr(req, "kvtier_refused"):
+            req.set_finish_with_abort(req.kvtier_refused)
+            return
         self._fit(scheduler, req)
         if (memories := self._memories()) is not None:
             assign(memories.bank, req)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
@@ -45,11 +46,19 @@ def asked(monkeypatch):
     return on_requests, scheduler
 
 
-def arrive(asked, prompt: list[int], logprob_start_len: int | None) -> Req:
+@pytest.fixture
+def refused(monkeypatch) -> list[str]:
+    """The words with which requests are aborted."""
+    said: list[str] = []
+    monkeypatch.setattr(Req, "set_finish_with_abort", lambda self, text: said.append(text))
+    return said
+
+
+def arrive(asked, prompt: list[int], logprob_start_len: int | None, custom: Any = None) -> Req:
     """A request from SGLang's constructor to its queue. logprob_start_len: from where on it wants
-    log-probabilities of its prompt; None: those of its answer alone."""
+    log-probabilities of its prompt; None: those of its answer alone. custom: its own parameters."""
     on_requests, scheduler = asked
-    params = SamplingParams(max_new_tokens=4)
+    params = SamplingParams(max_new_tokens=4, custom_params=custom)
     req = Req("r", "", array("q", prompt), params, return_logprob=True)
     on_requests.scope_request(None, req)
     req.logprob_start_len = len(prompt) if logprob_start_len is None else logprob_start_len
@@ -72,11 +81,18 @@ def test_a_memory_answers_who_wants_no_log_probabilities_of_its_prefix(asked, st
 
 @pytest.mark.parametrize(("start", "fits"), [(None, True), (SIZE, False)])
 def test_a_prompt_longer_than_the_pool_is_refused_who_wants_log_probabilities_of_it(
-    monkeypatch, asked, start, fits
+    asked, refused, start, fits
 ):
-    refused: list[str] = []
-    monkeypatch.setattr(Req, "set_finish_with_abort", lambda self, text: refused.append(text))
     req = arrive(asked, list(range(100, 110 + SIZE)), start)
     assert (not refused) == fits
     assert req.sampling_params.max_new_tokens == 4
     assert hooks.wants_exact(req) != fits
+
+
+@pytest.mark.parametrize("custom", ["exact", [1], {"kvtier": {"x": True}}])
+def test_what_cannot_be_asked_for_ends_the_request_and_not_the_scheduler(asked, refused, custom):
+    req = arrive(asked, OWN, None, custom)
+    assert refused
+    assert refused[0].startswith("custom_params")
+    # Others ask it again until it is gone.
+    assert not hooks.wants_exact(req)

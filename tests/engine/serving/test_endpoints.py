@@ -78,6 +78,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "/generate",
         {"input_ids": IDS, "sampling_params": SAMPLING | {"custom_params": {"kvtier": {"x": 1}}}},
     ),
+    "no object": (
+        "/generate",
+        {"input_ids": IDS, "sampling_params": SAMPLING | {"custom_params": "exact"}},
+    ),
     "beams beside a share": (
         "/generate",
         {"input_ids": IDS, "sampling_params": SAMPLING | {"beam_width": 2}},
