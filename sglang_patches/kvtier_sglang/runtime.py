@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class Runtime:
         if not cache_is_ours():
             return original(configurator, budget_bytes, **kwargs)
         self.settings = settings_of(configurator.server_args)
+        self._check_ranks_agree()
         profile = self._profile(configurator)
         self._say_if_not_calibrated(profile, configurator.server_args)
         if self.settings.memory is not None:
@@ -119,6 +121,18 @@ class Runtime:
             votes=self._votes if self._compresses else None,
             **kwargs,
         )
+
+    def _check_ranks_agree(self) -> None:
+        """Raise StartupError where ranks found other calibrations, as where one node reaches no
+        store: they would keep other numbers of entries, and wait for each other for ever."""
+        file, found = self.settings.scorer.file, None
+        if self.settings.competes and file is not None and self.ranks.size > 1:
+            found = sha256(file.read_bytes()).hexdigest()
+        if len(set(self.ranks.every(found))) > 1:
+            raise StartupError(
+                "ranks found different calibrations, or some none: let every node reach the same "
+                "store, or have the same copy below KVTIER_DATA_DIR"
+            )
 
     @property
     def _compresses(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -9,9 +11,12 @@ from tiered_tree_harness import REFRESH, turn, two_turns
 from tree_harness import MiniScheduler
 from tree_requests import context
 
+from kvtier.config import Settings
+from kvtier.errors import StartupError
 from kvtier.retention.shares import FixedShare
 from kvtier.tier.link.link import TierLink
 from kvtier_sglang.ranks import Ranks
+from kvtier_sglang.runtime import Runtime
 from kvtier_sglang.waits import Answer
 
 
@@ -95,3 +100,17 @@ def test_what_one_rank_cannot_write_is_computed_by_both_who_stay_alike(connect, 
 
 def raise_broken(*args: Any) -> None:
     raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize("its", ["the same", "another", None])
+def test_ranks_with_other_calibrations_do_not_start(tmp_path, monkeypatch, its):
+    file = tmp_path / "worth.npz"
+    file.write_text("the same")
+    partner, runtime = Partner(), Runtime()
+    theirs = None if its is None else sha256(its.encode()).hexdigest()
+    monkeypatch.setattr(partner, "every", lambda found: [found, theirs])
+    scorer = {"name": "reconstruction", "file": file}
+    runtime.settings = Settings(head_budgets="adaptive", retention=0.25, scorer=scorer)
+    runtime.ranks = partner
+    with nullcontext() if its == "the same" else pytest.raises(StartupError, match="different cal"):
+        runtime._check_ranks_agree()
