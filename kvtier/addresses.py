@@ -115,6 +115,18 @@ def default_address() -> str:
     return f"{UNIX}{data.absolute() / 'run' / 'tier.sock'}"
 
 
+def host_of(address: str) -> str | None:
+    """The host of host:port or [address]:port, without brackets; None for anything else."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        return None
+    if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+        return None
+    return host
+
+
 def socket_path(address: str, argument: str = "address") -> Path | None:
     """The path of a unix socket; None for the address of a port.
 

@@ -8,7 +8,14 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvtier.addresses import DEFAULT, default_address, parse_address, socket_path
+from kvtier.addresses import (
+    DEFAULT,
+    UNIX,
+    default_address,
+    host_of,
+    parse_address,
+    socket_path,
+)
 from kvtier.config.names import Section
 from kvtier.errors import UsageError
 
@@ -280,7 +287,7 @@ class TierSettings(Section):
                 path = socket_path(address, "tier")
             except UsageError as error:
                 raise PydanticCustomError("tier", "{why}", {"why": error.expected}) from None
-            if path is None and not address:
+            if path is None and host_of(address) is None:
                 raise PydanticCustomError("tier", "host:port, unix:/path or default")
         return address
 
@@ -289,6 +296,9 @@ class TierSettings(Section):
         files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
         if self.address is None or not any(files.values()):
             return self
+        if self.address.startswith(UNIX):
+            name, given = next((name, path) for name, path in files.items() if path is not None)
+            raise refusal(name, "a tier at host:port beside it", given)
         for name, path in files.items():
             if path is None:
                 raise refusal(name, "ca, certificate and key of the tier together", None)

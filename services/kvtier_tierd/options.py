@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvtier.addresses import default_address, socket_path
+from kvtier.addresses import default_address, host_of, socket_path
 from kvtier.errors import TierRefusedError, UsageError
 from kvtier.tier.transport.connection import TlsPaths
 from kvtier_tierd.limits import IN_FLIGHT, NAMESPACE_SHARE, Limits, Namespaces, check_namespace
@@ -92,12 +92,8 @@ class TierOptions:
             if self.tls:
                 raise UsageError("--listen", "host:port with TLS", self.listen)
             return
-        host, _, port = self.listen.rpartition(":")
-        if host.startswith("[") and host.endswith("]"):
-            host = host[1:-1]
-        elif ":" in host:
-            host = ""
-        if not host or not port.isascii() or not port.isdigit() or int(port) >= 1 << 16:
+        host = host_of(self.listen)
+        if host is None:
             raise UsageError("--listen", "host:port, [address]:port or unix:/path", self.listen)
         local = _is_loopback(host)
         if self.tls or self.insecure or (local and self.insecure_local):

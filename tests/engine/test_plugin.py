@@ -112,7 +112,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_any_model_loads(
         compat.check_server_args(server_args(), load_settings(kernels=kernels))
 
 
-REFRESHED = {"tier": "local", "retention": 0.5, "refresh": "turn"}
+REFRESHED = {"tier": "local:7311", "retention": 0.5, "refresh": "turn"}
 
 
 @pytest.mark.parametrize(

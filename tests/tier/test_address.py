@@ -37,12 +37,27 @@ def test_both_ends_have_the_same_default_address(tmp_path, monkeypatch):
 
 
 def test_settings_take_what_can_be_an_address_and_nothing_else():
-    for tier in ("localhost:7311", "[::1]:7311", "unix:/run/tier.sock", "local"):
+    for tier in ("localhost:7311", "[::1]:7311", "unix:/run/tier.sock", "kvtier-tier.ns.svc:7311"):
         assert load_settings(tier=tier).tier.address == tier
-    for tier in ("", "unix:", "unix:/" + "x" * 107):
+    for tier in (
+        *("", "unix:", "unix:/" + "x" * 107),
+        *("local", "http://kvtier-tier:7070", "kvtier-tier:port", "kvtier-tier:65536", ":7311"),
+        *("::1:7311", "[::1]", "kvtier-tier:7311/"),
+    ):
         with pytest.raises(ConfigurationError, match="tier"):
             load_settings(tier=tier)
     assert socket_path("localhost:7311") is None
     assert socket_path("unix:/run/tier.sock") == Path("/run/tier.sock")
     with pytest.raises(UsageError, match="address"):
         socket_path("unix:")
+
+
+@pytest.mark.parametrize("name", ["ca", "certificate", "key"])
+def test_a_unix_socket_takes_no_certificates(tmp_path, name):
+    pem = tmp_path / "x.pem"
+    pem.write_text("nonsense")
+    files = dict.fromkeys(("tier_ca", "tier_certificate", "tier_key"), str(pem))
+    assert load_settings(tier="localhost:7311", **files).tier.ca == pem
+    for some in (files, {f"tier_{name}": str(pem)}):
+        with pytest.raises(ConfigurationError, match="host:port"):
+            load_settings(tier="unix:/run/tier.sock", **some)

@@ -104,7 +104,7 @@ def over_a_tier(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def server(over_a_tier: bool, tmp_path_factory: Any) -> Iterator[DemoServer]:
     flags = ["--max-total-tokens", "4096", "--retention", "0.5"]
-    flags += ["--tier", "local"] if over_a_tier else []
+    flags += ["--tier", "local:7311"] if over_a_tier else []
     with demo_server(tmp_path_factory.mktemp("server"), *flags) as started:
         yield started
 
