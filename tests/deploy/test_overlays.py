@@ -53,6 +53,21 @@ def test_the_two_values_are_all_that_production_wants_set(rendered):
         assert one.image.startswith(ours) == bool(OURS.search(one.image))
 
 
+def test_a_tier_that_takes_its_shared_memory_is_not_ended_for_not_answering(rendered):
+    """It answers no probe meanwhile: every page of the file is written."""
+    tiers = [
+        one
+        for manifests in rendered.values()
+        for _, one in manifests.containers()
+        if one.words[1:2] == ["tier"] and one.flag("shared-memory") != "off"
+    ]
+    assert len(tiers) >= 2
+    for tier in tiers:
+        probe = tier.document["startupProbe"]
+        assert probe["httpGet"] == tier.document["livenessProbe"]["httpGet"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] >= 300
+
+
 def test_a_root_that_may_be_written_is_the_only_thing_that_the_component_changes(tmp_path):
     tree = copy_tree(tmp_path)
     folder = tree / "overlays" / "writable"
