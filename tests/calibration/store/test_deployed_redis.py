@@ -4,6 +4,7 @@ its certificate alone, and nothing else."""
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,12 +68,13 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Pa
         server.wait()
 
 
-def client(port: int, folder: Path) -> Any:
+def client(port: int, folder: Path, host: str = "127.0.0.1") -> Any:
     ca, certificate, key = (str(folder / name) for name in FILES.values())
     return redis.Redis(
-        host="127.0.0.1",
+        host=host,
         port=port,
         ssl=True,
+        ssl_check_hostname=host == "127.0.0.1",
         ssl_ca_certs=ca,
         ssl_certfile=certificate,
         ssl_keyfile=key,
@@ -101,6 +103,17 @@ def test_calibrations_are_stored_with_the_certificate_of_production_and_no_other
         assert store.get(key) is not None
         assert [stored.key for stored in store.list()] == [key]
         assert store.delete(key)
+
+
+def test_a_client_of_another_host_is_let_in_by_its_certificate(deployed):
+    """The image decides otherwise: without a password, some refuse who does not come from here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as elsewhere:
+        try:
+            elsewhere.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError as error:
+            pytest.skip(f"no address but the loopback: {error}")
+        host = elsewhere.getsockname()[0]
+    assert client(*deployed, host).ping()
 
 
 @pytest.mark.parametrize(
