@@ -68,6 +68,13 @@ def test_a_tier_that_takes_its_shared_memory_is_not_ended_for_not_answering(rend
         assert probe["periodSeconds"] * probe["failureThreshold"] >= 300
 
 
+def test_a_calibration_of_hours_waits_for_a_redis_that_is_slow_to_answer(rendered):
+    """Its results are put at the end, and would be computed again."""
+    manifests = rendered["production"]
+    job = next(one for one in manifests.workloads if one.title == "Job/kvtier-calibration")
+    assert float(manifests.environment(job.containers[-1])["KVTIER_REDIS_TIMEOUT_S"]) >= 10
+
+
 def test_a_root_that_may_be_written_is_the_only_thing_that_the_component_changes(tmp_path):
     tree = copy_tree(tmp_path)
     folder = tree / "overlays" / "writable"
