@@ -81,7 +81,7 @@ class Options:
 
 
 # An address that asks for a service of the run's own.
-LOCAL_TIER = "local"
+LOCAL_TIER = "localhost:0"
 
 
 class _Parser(argparse.ArgumentParser):

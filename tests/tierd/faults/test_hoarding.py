@@ -106,6 +106,11 @@ def running_gets(tier):
     )
 
 
+def stalled_gets(tier):
+    """Return the number of gets that were given up because their client did not read."""
+    return tier.server.metrics._errors.labels("Get", UNAVAILABLE.name)._value.get()
+
+
 def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
     with in_process() as tier, raw_stub(tier.address) as stub:
         with connected(tier) as client:
@@ -122,15 +127,16 @@ def test_a_get_that_is_not_read_is_over_soon_and_pins_nothing(caplog):
         wait_for(lambda: nothing_held(tier))
         # gRPC fails the message on its way before it cancels the call, or after: some of each.
         for _ in range(6):
+            stalled = stalled_gets(tier)
             gone = stub.Get(more_than_any_window)
-            next(gone)
+            wait_for(lambda n=stalled: stalled_gets(tier) > n)
             wait_for(lambda: tier.problems() == [])
             assert running_gets(tier) == tier.transfers() == 1, "until it reads, or goes"
             gone.cancel()
             wait_for(lambda: not tier.server.service.running)
             wait_for(lambda: nothing_held(tier))
     assert caplog.records == [], "it is no bug of ours"
-    assert ("Get", UNAVAILABLE.name) in tier.server.metrics._errors._metrics
+    assert stalled_gets(tier) == 7
 
 
 def test_gets_that_are_not_read_are_in_flight_until_they_are_over_and_that_they_are_at_the_end():
@@ -140,8 +146,7 @@ def test_gets_that_are_not_read_are_in_flight_until_they_are_over_and_that_they_
         service = tier.server.service
         service.options = replace(service.options, stall_s=0.2)
         calls = [stub.Get(pb.GetRequest(keys=[key_of(1)] * 16)) for _ in range(2)]
-        for call in calls:
-            next(call)
+        wait_for(lambda: stalled_gets(tier) == len(calls))
         wait_for(lambda: tier.problems() == [])
         with failing(EXHAUSTED, "2 transfers in flight"):
             list(stub.Get(pb.GetRequest(keys=[key_of(9)])))
