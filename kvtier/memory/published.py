@@ -111,7 +111,7 @@ def published(
     store: CalibrationStore, model: str, revision: str | None, *, renew: bool = False
 ) -> list[MemoryDocument]:
     """Return the memories that are published for a model with exactly these weights, by name.
-    renew: they are served, so their time starts anew. Raises StoreError, and
+    renew: a server serves them, so their time to live starts anew. Raises StoreError, and
     CalibrationDocumentError for one that cannot be read."""
     mine = (model, revision or UNKNOWN)
     keys = [one.key for one in memory_keys(store) if (one.key.model, one.key.revision) == mine]

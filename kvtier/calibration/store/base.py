@@ -43,8 +43,8 @@ class CalibrationStore(ABC):
 
     @abstractmethod
     def get(self, key: Key, *, renew: bool = False) -> Document | None:
-        """The document, None when there is none. renew: its time starts anew, as it is served by.
-        Raises CalibrationDocumentError for a bad one."""
+        """The document, None when there is none. renew: a server goes by it, so its time to live
+        starts anew. Raises CalibrationDocumentError for a bad one."""
 
     @abstractmethod
     def put(self, document: Document) -> Key:
